@@ -141,14 +141,14 @@ dist: model
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json
 
-# Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it
-# collects no other files than those of GPU tests, which import neither, and lays the package out as it is installed.
-# PYTHONSAFEPATH: `-m` would put the checkout first, whose package has no benchmarks. OUT: folder of results; each is in
-# results.jsonl when it is known.
-gpu-check: OUT := $(or $(OUT),benchmarks/results)
+# Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it lays
+# the package out as it is installed. PYTHONSAFEPATH: `-m` would put the checkout first, whose package has no benchmarks.
+# LIMIT: seconds of all STEPS (docs/developers/cuda.md). FAKE=1: on a CUDA device in host memory. OUT: folder of results.
+LIMIT ?= 290
+STEPS ?= call1
+GPU_CHECK := $(CURDIR)/build/gpu
 gpu-check:
-	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-check needs a CUDA device, and torch finds none here")'
-	@$(PYTHON) -c 'import torch, transformers; print(f"torch {torch.__version__}, transformers {transformers.__version__}")'
-	rm -rf build/gpu && mkdir -p build/gpu '$(OUT)' && cp -r flexgen_helm build/gpu/ && cp -r benchmarks build/gpu/flexgen_helm/
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs $(wildcard tests/*/test_gpu_*.py); tests=$$?; \
-	OUT='$(OUT)' PYTHONSAFEPATH=1 PYTHONPATH=build/gpu $(PYTHON) -m flexgen_helm.benchmarks gpu --results '$(OUT)' && exit $$tests
+	rm -rf $(GPU_CHECK) && mkdir -p $(GPU_CHECK)/flexgen_helm
+	ln -s $(CURDIR)/flexgen_helm/* $(CURDIR)/benchmarks $(GPU_CHECK)/flexgen_helm/
+	PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_CHECK):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m flexgen_helm.benchmarks.gpu \
+	    --limit $(LIMIT) --out '$(or $(OUT),build/gpu-check)' $(if $(FAKE),--fake) $(STEPS)

@@ -1,0 +1,39 @@
+"""`bench gpu`: one GPU: its link, and large models in little of its memory, beside predictions, Accelerate and others.
+
+`make gpu-check` runs the same steps and more from the sources, and needs only a few libraries (`__main__`). Each step
+is a process with a limit of seconds of its own. Each result is written when it is known. Models have random weights.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flexgen_helm.benchmarks import Options
+from flexgen_helm.benchmarks.common import refuse_engine_flags
+from flexgen_helm.errors import FlexgenError, UsageError
+
+# Seconds of all steps of `bench gpu`.
+_LIMIT_S, _QUICK_S = 1200, 60
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Run the steps that need no tests. Raises `UsageError` without a CUDA device, `FlexgenError` if a step fails.
+
+    If the variable OUT names a folder, results.jsonl, table.txt and log.txt stay there.
+    """
+    import torch
+
+    from flexgen_helm.benchmarks.gpu.session import Session, named_steps
+
+    refuse_engine_flags("gpu", options)
+    if not torch.cuda.is_available():
+        raise UsageError("bench gpu needs a CUDA device and torch finds none: try it out with make gpu-check FAKE=1")
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
+        session = Session(_QUICK_S if options.quick else _LIMIT_S, Path(os.environ.get("OUT") or scratch), options.tell)
+        result = session.run(named_steps(["env", "link"] if options.quick else ["speed"]))
+    if failed := result.pop("failed"):
+        raise FlexgenError(f"{len(failed)} parts of bench gpu failed: {'; '.join(failed)}")
+    return result

@@ -1,0 +1,160 @@
+"""The link between host and GPU: pinning, copies raw and by the engine, several loaders, and what the code chose."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.benchmarks.common import time_calls
+from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
+from flexgen_helm.offload.copy_engine import CudaCopyEngine, _RegisteredPages
+
+_PINNED = GIB >> 6 if FAKE else 2 * GIB
+_LARGEST = (1 if FAKE else 256) << 20
+_COPIES = (64 << 10, 1 << 20, 8 << 20, 32 << 20, 256 << 20)  # bytes
+_PRODUCTS = ((64, 8),) if FAKE else ((8192, 8192), (7168, 16), (7168, 256), (2048, 4096))  # width, rows
+
+
+def measure() -> None:
+    engine = CudaCopyEngine(torch.device("cuda"))
+    first, second = (engine.host_memory(_LARGEST).fill_(1) for _ in range(2))
+    target = torch.zeros(_LARGEST, dtype=torch.uint8, device="cuda")
+    part("pinning", _pinning)
+    part("copies", _copies, engine, first, target)
+    part("pageable copies", _copies, engine, torch.ones(_LARGEST, dtype=torch.uint8), target)
+    part("loaders", _loaders, engine, first, second, target)
+    part("refused pinning", _refused, first)
+    part("device", _device)
+    part("choices", _choices)
+
+
+def _rate(num_bytes: float, *calls: Callable[[], Any]) -> float:
+    """Return GB/s: `num_bytes` a call."""
+    return num_bytes / median(time_calls(calls, 4, torch.cuda.synchronize)[1:]) / 1e9
+
+
+def _pinning() -> dict[str, Any]:
+    """GB/s of registering pages that are new, and that were touched, and of PyTorch's own pinned memory."""
+    runtime = torch.cuda.cudart()
+    made: list[_RegisteredPages] = []
+    seconds = {}
+
+    def timed(label: str, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = call()
+        seconds[f"{label}_gb_s"] = _PINNED / (time.perf_counter() - began) / 1e9
+        return found
+
+    timed("untouched", lambda: made.append(_RegisteredPages(_PINNED, torch.device("cuda"))))
+    pages = made[0]._pages
+    timed("unregister", made.clear)
+    code = int(timed("touched", lambda: runtime.cudaHostRegister(pages.data_ptr(), pages.numel(), 1)))
+    if not code:
+        runtime.cudaHostUnregister(pages.data_ptr())
+    timed("torch_pinned", lambda: torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True))
+    return {**seconds, "code": code}
+
+
+def _copies(engine: CudaCopyEngine, host: Tensor, device: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"pins": engine.pins, "is_pinned": host.is_pinned()}
+    for size in (size for size in _COPIES if size <= _LARGEST):
+        here, there = host[:size], device[:size]
+        calls = {
+            "to_gpu": partial(there.copy_, here, non_blocking=True),
+            "to_host": partial(here.copy_, there, non_blocking=True),
+            "engine_to_gpu": partial(engine.to_device, here, there),
+            "engine_to_host": partial(engine.to_host, there, here),
+        }
+        for label, call in calls.items():
+            found[f"{label}_{size >> 10}k_gb_s"] = _rate(size, *[call] * max(1, min(16, _LARGEST // size)))
+    return found
+
+
+def _loaders(engine: CudaCopyEngine, first: Tensor, second: Tensor, device: Tensor) -> dict[str, float]:
+    """GB/s of one loader, of two, of two beside products, and of a loader beside a writer."""
+    half, times = _LARGEST // 2, 16
+    up = partial(engine.to_device, first[:half], device[:half])
+    up_too = partial(engine.to_device, first[half:], device[half:])
+    down = partial(engine.to_host, device[half:], second[half:])
+    is_done = threading.Event()
+
+    def repeat(call: Callable[[], Any]) -> None:
+        for _ in range(times):
+            call()
+
+    def in_threads(*calls: Callable[[], Any]) -> float:
+        threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(calls) * times * half / (time.perf_counter() - began) / 1e9
+
+    def compute() -> None:
+        x = torch.randn(64 if FAKE else 4096, 64 if FAKE else 4096, device="cuda", dtype=torch.float16)
+        while not is_done.is_set():
+            for _ in range(20):
+                torch.mm(x, x)
+            torch.cuda.synchronize()
+
+    in_threads(up)
+    found = {"one_gb_s": in_threads(up), "two_gb_s": in_threads(up, up_too), "both_ways_gb_s": in_threads(up, down)}
+    products = threading.Thread(target=compute)
+    products.start()
+    found["two_beside_products_gb_s"] = in_threads(up, up_too)
+    is_done.set()
+    products.join()
+    return found
+
+
+def _refused(registered: Tensor) -> dict[str, Any]:
+    """Register what is registered: the driver's error may stay behind for the next launch, and for none after it."""
+    code = int(torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), 4096, 1))
+    raised = None
+    try:
+        torch.zeros(4, device="cuda").add_(1)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raised = str(error).splitlines()[0]
+    assert float(torch.ones(4, device="cuda").sum()) == 4
+    return {"code": code, "next_launch_raises": raised}
+
+
+def _device() -> dict[str, float]:
+    """Launches in µs, copies within the device in GB/s, products with weights from memory in µs and TFLOP/s."""
+    small = torch.ones(8, device="cuda")
+    found = {"launch_us": 8e-3 / _rate(8, *[partial(small.add_, 1)] * (10 if FAKE else 1000))}
+    big = torch.empty(1 << 20 if FAKE else 2 * GIB, dtype=torch.uint8, device="cuda")
+    found["copy_gb_s"] = _rate(2 * big.numel(), partial(torch.empty_like(big).copy_, big))
+    for width, rows in _PRODUCTS:
+        x = torch.randn(rows, width, device="cuda", dtype=torch.float16)
+        weights = [
+            torch.randn_like(x[:1].expand(width, width)) for _ in range(2 if FAKE else max(2, (100 << 20) // width**2))
+        ]
+        calls = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+        found[f"fp16_{width}_rows_{rows}_tflops"] = _rate(2 * rows * width**2, *calls) / 1e3
+    return found
+
+
+def _choices() -> dict[str, Any]:
+    from flexgen_helm.engine.engine import compute_dtype
+    from flexgen_helm.kernels.products import matmul_flops
+    from flexgen_helm.models.attention import _device_kernel
+
+    device = torch.device("cuda", 0)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    kernels = {f"{dtype}, mask {mask}": _device_kernel(device, dtype, 128, mask) for dtype in dtypes for mask in (0, 1)}
+    return {
+        "free_gib": torch.cuda.mem_get_info()[0] / GIB,
+        "flops": {str(dtype): matmul_flops(device, dtype) for dtype in dtypes},
+        "compute_dtype": {str(dtype): str(compute_dtype(device, dtype)) for dtype in dtypes[:2]},
+        "attention": {name: getattr(kernel, "__name__", "formula") for name, kernel in kernels.items()},
+    }

@@ -1,0 +1,131 @@
+"""The steps of `make gpu-check`, and the loop that runs them under a limit of seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexgen_helm.benchmarks.accelerate_task import missing
+from flexgen_helm.benchmarks.common import log_tail
+from flexgen_helm.benchmarks.gpu.table import result_of, table
+from flexgen_helm.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process.
+
+    needs: seconds that must be left, else the step is left out.
+    most: seconds after which it is killed.
+    function: of a module of this package, as 'module.function'.
+    """
+
+    needs: int
+    most: int
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+STEPS = {
+    "env": Step(5, 30, "machine.describe"),
+    "profile": Step(20, 100, "machine.measured_profile"),
+    "link": Step(10, 60, "link.measure"),
+}
+GROUPS = {
+    "call1": ("env", "link"),
+}
+# Beside the tests nothing is timed.
+_BESIDE_TESTS = ("parity", "races")
+
+
+def named_steps(names: Sequence[str]) -> list[str]:
+    """Resolve groups. Raises `UsageError`, with the names of all, for an unknown one."""
+    steps = [step for name in names for step in (named_steps(GROUPS[name]) if name in GROUPS else [name])]
+    if unknown := [name for name in steps if name not in STEPS]:
+        raise UsageError(f"there is no step {unknown[0]!r}; known are {', '.join([*GROUPS, *STEPS])}")
+    return steps
+
+
+class Session:
+    """Runs steps one after another; what becomes of them is in results.jsonl, log.txt and table.txt in `out`."""
+
+    def __init__(self, limit_s: float, out: Path, tell: Callable[[str], None], is_fake: bool = False) -> None:
+        self._end, self._out, self._tell = time.monotonic() + limit_s, out, tell
+        self._environment = {**os.environ, "OUT": str(out), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if is_fake:
+            self._environment |= {"FAKE": "1", "FLEXGEN_HELM_HARDWARE": "t4"}
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("results.jsonl", "log.txt", "table.txt"):
+            (out / name).write_text("", encoding="utf-8")
+
+    def run(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the result, in the format of `benchmarks`; `failed` names the steps that did not pass."""
+        tests: threading.Thread | None = None
+        with tempfile.TemporaryDirectory(prefix="flexgen_gpu.") as work:
+            self._environment |= {"WORK": work, "FLEXGEN_HELM_HOME": str(Path(work, "home"))}
+            for name in names:
+                if tests is not None and name not in _BESIDE_TESTS:
+                    tests.join()
+                if name == "tests":
+                    tests = threading.Thread(target=self._step, args=(name,))
+                    tests.start()
+                else:
+                    self._step(name)
+            if tests is not None:
+                tests.join()
+        lines = [json.loads(line) for line in self._results.read_text(encoding="utf-8").splitlines()]
+        text = table(lines)
+        (self._out / "table.txt").write_text(text + "\n", encoding="utf-8")
+        self._tell(text)
+        return result_of(lines)
+
+    @property
+    def _results(self) -> Path:
+        return self._out / "results.jsonl"
+
+    def _step(self, name: str) -> None:
+        step, left = STEPS[name], self._end - time.monotonic()
+        if step.arguments.get("peer") and (reason := missing()) is not None:
+            return self._note(name, left_out=reason)
+        if left < step.needs:
+            return self._note(name, left_out=f"{left:.0f} s are left, and it needs {step.needs}", rc=1)
+        log = Path(self._environment["WORK"], f"{name}.txt")
+        command = [sys.executable, "-m", f"{__package__}.step", step.function, json.dumps(dict(step.arguments))]
+        began = time.monotonic()
+        rc = run_killable(command, log, min(step.most, left), {**self._environment, "STEP": name})
+        with (self._out / "log.txt").open("ab") as sink:
+            sink.write(f"=== {name} (exit {rc})\n".encode() + log.read_bytes()[-400_000:])
+        self._note(name, rc=rc, seconds=round(time.monotonic() - began, 1))
+        if rc:
+            self._tell(log_tail(log))
+
+    def _note(self, name: str, **values: Any) -> None:
+        with self._results.open("a", encoding="utf-8") as sink:
+            sink.write(json.dumps({"step": name, **values}) + "\n")
+        self._tell(f"{name}: {', '.join(f'{key} {value}' for key, value in values.items())}")
+
+
+def run_killable(command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str]) -> int:
+    """Run a command; return its exit code, or 124 if it was killed, with all its children, after so many seconds."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
