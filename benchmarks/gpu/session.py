@@ -36,13 +36,35 @@ class Step:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _tests(needs: int, most: int, quick: str, *tests: str) -> Step:
+    """Return a step of tests. quick: expression that selects those which FAKE tries out."""
+    return Step(needs, most, "correct.run_tests", {"tests": tests, "quick": quick})
+
+
 STEPS = {
     "env": Step(5, 30, "machine.describe"),
     "profile": Step(20, 100, "machine.measured_profile"),
     "link": Step(10, 60, "link.measure"),
+    "tests": _tests(
+        70,
+        150,
+        "(pair-range-in and dtype0) or (packed and fp16-s-opt)",
+        "engine/test_gpu_parity.py",
+        "quant/test_gpu_products.py",
+    ),
+    "parity": _tests(
+        20,
+        110,
+        "opt-float16-resident or gemma2-bfloat16-thirds",
+        "cuda/test_gpu_runs.py::test_scores_equal_transformers",
+    ),
+    "races": _tests(
+        15, 80, "thirds-None-copies or thirds-4bit-products", "cuda/test_gpu_runs.py::test_a_delay_changes_no_bit"
+    ),
 }
 GROUPS = {
-    "call1": ("env", "link"),
+    "correct": ("tests", "parity", "races"),
+    "call1": ("env", "link", "correct"),
 }
 # Beside the tests nothing is timed.
 _BESIDE_TESTS = ("parity", "races")

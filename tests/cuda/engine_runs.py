@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits, Policy
+from flexgen_helm.engine import engine as engine_module
 from tests.helpers.shares import IS_WHOLE, share
 from tests.helpers.tiny_models import VOCABULARY, TinyModel
 
@@ -67,7 +68,11 @@ def run(
     stops: named arguments of `Engine.run`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: dtype)
+        # A kind that must prove itself first does so on the processor, in float32.
+        chosen = engine_module.compute_dtype
+        patch.setattr(
+            engine_module, "compute_dtype", lambda on, stored: dtype if on.type == device else chosen(on, stored)
+        )
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 16)
         patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)  # caches of tiny models are pinned too

@@ -1,0 +1,88 @@
+"""On a CUDA device: types and placements beside `transformers`, and delays, which change no bit. `make gpu-check`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from flexgen_helm.engine.executor import Executor
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.progress import Message, observed_by
+from tests.cuda.engine_runs import DISK, HOST, LIMITS, ROOMY, THIRDS, assert_close, requests, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"),
+]
+PLACEMENTS = {
+    "resident": dict(limits=ROOMY),
+    "one by one": dict(limits=ROOMY, cuda_graphs=False),
+    "host": dict(limits=LIMITS, policy=HOST, schedule="zigzag", cpu_attention=False),
+    "host attends": dict(limits=LIMITS, policy=HOST, schedule="zigzag"),
+    "thirds": dict(limits=LIMITS, policy=THIRDS, schedule="zigzag", cpu_attention=False),
+    "disk": dict(limits=LIMITS, policy=DISK, schedule="zigzag"),
+}
+DTYPES = ("float16", "bfloat16", "float32")
+CYCLES = 1_500_000  # 0.8 ms of a GPU
+
+
+@pytest.mark.parametrize(
+    "variant, dtype, placement",
+    [
+        *((variant, "float16", placement) for variant in ("opt", "llama") for placement in PLACEMENTS),
+        *((variant, dtype, "resident") for variant in ("gemma2", "mixtral", "bloom") for dtype in DTYPES),
+        *((variant, dtype, "thirds") for variant in ("opt", "llama", "gemma2") for dtype in DTYPES[1:]),
+    ],
+)
+def test_scores_equal_transformers(tiny, tmp_path, variant, dtype, placement):
+    model, events, dtype = tiny(variant), [], getattr(torch, dtype)
+    with observed_by(events.append):
+        results, _ = run(model.path, requests(9, 70, 6), dtype, offload_dir=tmp_path, **PLACEMENTS[placement])
+    assert_close(model, results, dtype)
+    assert not [event.text for event in events if isinstance(event, Message) and event.is_warning]
+
+
+def late_products(patch):
+    """The computing stream is behind the copies."""
+    layer = Executor._layer
+
+    def late(*arguments):
+        torch.cuda._sleep(CYCLES)
+        try:
+            return layer(*arguments)
+        finally:
+            torch.cuda._sleep(CYCLES)
+
+    patch.setattr(Executor, "_layer", late)
+
+
+def late_copies(patch):
+    """Each copy is behind the computing stream, and its thread behind it."""
+    copy = CudaCopyEngine._copy
+
+    def late(self, *arguments, **named):
+        with torch.cuda.stream(self._stream()):
+            torch.cuda._sleep(CYCLES)
+        time.sleep(1e-3)
+        return copy(self, *arguments, **named)
+
+    patch.setattr(CudaCopyEngine, "_copy", late)
+
+
+@pytest.mark.parametrize("delay", [lambda patch: None, late_products, late_copies], ids=["none", "products", "copies"])
+@pytest.mark.parametrize(
+    "placement, precision", [*((name, None) for name in PLACEMENTS), ("thirds", "4bit"), ("host", "4bit-s")]
+)
+def test_a_delay_changes_no_bit(tiny, tmp_path, monkeypatch, placement, precision, delay):
+    """An order that is missing shows as another number. Without a delay: equal runs are equal."""
+
+    def answer():
+        settings = {**PLACEMENTS[placement], "precision": precision, "offload_dir": tmp_path}
+        results, _ = run(tiny("llama").path, requests(7, 60, 5), torch.float16, **settings)
+        return [(result.prompt_logprobs, [c.logprobs for c in result.completions]) for result in results]
+
+    expected = answer()
+    delay(monkeypatch)
+    assert answer() == expected
