@@ -59,53 +59,62 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
     return {"latency_s": run(), **run_sizes(rows, prompt, output)}
 
 
-def generate_on_gpu(*, model: str, gpu_bytes: int, rows: int, prompt: int, output: int) -> dict[str, Any]:
-    """Generate greedily in float16 with the layers that fit into `gpu_bytes` on the GPU and the others in host memory.
+def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int, output: int) -> dict[str, Any]:
+    """Generate greedily in float16, all on the GPU, or with the layers that fit into `gpu_bytes` there and others on the host.
 
-    The largest batches that fit are found by halving. Half of the GPU's memory is left for caches and products.
+    The largest batch that fits, up to `rows`, is found by halving. Half of `gpu_bytes` is left for caches and products.
+    The time of `output` tokens follows from those of 1 and of 3, because layers that cross the link take seconds a token.
     """
     import torch
-    from accelerate import dispatch_model, infer_auto_device_map
 
-    built = _model(model, "meta").half().to_empty(device="cpu")
+    device = "cuda" if gpu_bytes is None else "cpu"
+    built = _model(model, "meta").half().to_empty(device=device)
     with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.fill_(0.01)  # values do not change the time, and drawing billions takes minutes
+        for parameter in built.parameters():  # drawing billions on a processor takes minutes
+            parameter.normal_(0, 0.02) if gpu_bytes is None else parameter.fill_(0.01)
     built.tie_weights()
-    memory: dict[int | str, int | str] = {0: gpu_bytes // 2, "cpu": 1 << 40}
-    layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
-    built = dispatch_model(built, layers)
-    ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
-    options = {"max_new_tokens": output, "min_new_tokens": output, "do_sample": False}
+    if gpu_bytes is not None:
+        from accelerate import dispatch_model, infer_auto_device_map
 
-    def run(size: int) -> float:
+        memory: dict[int | str, int | str] = {0: gpu_bytes // 2, "cpu": 1 << 40}
+        layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
+        built = dispatch_model(built, layers)
+        torch.cuda.set_per_process_memory_fraction(gpu_bytes / torch.cuda.get_device_properties(0).total_memory)
+    ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
+
+    def run(size: int, tokens: int) -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
-        for part in ids.split(size):
-            built.generate(input_ids=part, attention_mask=torch.ones_like(part), **options)
+        some, options = ids[:size], {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        built.generate(input_ids=some, attention_mask=torch.ones_like(some), **options)
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    torch.cuda.set_per_process_memory_fraction(gpu_bytes / torch.cuda.get_device_properties(0).total_memory)
     size = rows
     with torch.no_grad():
         while True:
             try:
-                return {"latency_s": run(size), "batch": size, **run_sizes(rows, prompt, output)}
+                run(size, 1)  # warm
+                prefill_s, longer_s = run(size, 1), run(size, 3)
+                break
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
                 size //= 2
                 torch.cuda.empty_cache()
+    decode_s = (output - 1) * (longer_s - prefill_s) / 2
+    seconds = {"latency_s": prefill_s + decode_s, "prefill_s": prefill_s, "decode_s": decode_s}
+    return {**seconds, **run_sizes(size, prompt, output)}
 
 
 def _model(name: str, device: str) -> Any:
     """Build a catalog's OPT, or a folder's model, in float32; on 'meta' it has shapes and no weights."""
     import torch
-    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
     if Path(name).is_dir():
+        from accelerate import init_empty_weights
+
         empty = init_empty_weights() if device == "meta" else nullcontext()  # frequencies of positions have no file
         with empty:
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32).eval()

@@ -35,6 +35,7 @@ def run_blocks(
     prompt: int,
     output: int,
     warm: bool = False,
+    warm_output: int | None = None,
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Run the same block `repeats` times after a warm-up, and return the run records.
@@ -42,6 +43,7 @@ def run_blocks(
     engine: arguments of `Engine.from_pretrained`.
     warm: warm up with the whole block, which touches its memory; else with a few tokens. On a virtual machine the
         first touch takes longer than computing, and only the first block of a process pays for it.
+    warm_output: so many output tokens of that block, behind prompts that are longer by the others.
     """
     from flexgen_helm import Engine, GenerationRequest
     from flexgen_helm.request import MemoryLimits
@@ -56,7 +58,10 @@ def run_blocks(
             ]
 
         block = requests(rows, prompt, output)
-        loaded.run(block if warm else requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
+        if not warm:
+            loaded.run(requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
+        else:
+            loaded.run(block if warm_output is None else requests(rows, prompt + output - warm_output, warm_output))
         for _ in range(repeats):
             for result in loaded.run(block):
                 if result.error is not None:

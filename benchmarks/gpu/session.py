@@ -36,6 +36,18 @@ class Step:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+# A T4 shows so many GiB of its 16 GB, and the engine takes so many of them.
+_T4, _T4_LIMIT = 14.7, 13.2
+
+
+def _engine(needs: int, most: int, model: str, rows: int, **arguments: Any) -> Step:
+    return Step(needs, most, "speed.engine", {"model": model, "rows": rows, **arguments})
+
+
+def _transformers(needs: int, most: int, model: str, rows: int, peer_of: str, **arguments: Any) -> Step:
+    return Step(needs, most, "speed.transformers", {"model": model, "rows": rows, "peer_of": peer_of, **arguments})
+
+
 def _tests(needs: int, most: int, quick: str, *tests: str) -> Step:
     """Return a step of tests. quick: expression that selects those which FAKE tries out."""
     return Step(needs, most, "correct.run_tests", {"tests": tests, "quick": quick})
@@ -43,7 +55,7 @@ def _tests(needs: int, most: int, quick: str, *tests: str) -> Step:
 
 STEPS = {
     "env": Step(5, 30, "machine.describe"),
-    "profile": Step(20, 100, "machine.measured_profile"),
+    "profile": Step(20, 100, "speed.profile"),
     "link": Step(10, 60, "link.measure"),
     "tests": _tests(
         70,
@@ -61,10 +73,23 @@ STEPS = {
     "races": _tests(
         15, 80, "thirds-None-copies or thirds-4bit-products", "cuda/test_gpu_runs.py::test_a_delay_changes_no_bit"
     ),
+    "kernels": Step(20, 90, "attention.measure"),
+    "perf67": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8),
+    "acc67": _transformers(25, 70, "opt-6.7b", 8, "perf67", gpu=8),
+    "gpuattention": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8, options={"cpu_attention": False}),
+    "resident67": _engine(30, 80, "opt-6.7b", 128),
+    "hf67": _transformers(20, 60, "opt-6.7b", 128, "resident67"),
+    "slowlink": _engine(50, 110, "opt-6.7b", 64, gpu=6, card=8, link=12),
+    "t4": _engine(30, 80, "opt-6.7b", 48, gpu=_T4_LIMIT, card=_T4),
+    "perf30": _engine(90, 180, "opt-30b", 64, gpu=_T4_LIMIT, card=_T4, cpu=92),
+    "acc30": _transformers(50, 100, "opt-30b", 8, "perf30", gpu=_T4),
+    "packed30": _engine(60, 150, "opt-30b", 64, precision="4bit", gpu=_T4_LIMIT, card=_T4, cpu=92),
 }
 GROUPS = {
     "correct": ("tests", "parity", "races"),
-    "call1": ("env", "link", "correct"),
+    "call1": ("env", "link", "correct", "perf67", "acc67", "kernels"),
+    "call2": ("perf30", "acc30", "resident67", "hf67", "slowlink", "t4", "packed30"),
+    "speed": ("env", "link", "kernels", "perf67", "acc67", "call2"),
 }
 # Beside the tests nothing is timed.
 _BESIDE_TESTS = ("parity", "races")
@@ -117,7 +142,7 @@ class Session:
 
     def _step(self, name: str) -> None:
         step, left = STEPS[name], self._end - time.monotonic()
-        if step.arguments.get("peer") and (reason := missing()) is not None:
+        if "peer_of" in step.arguments and "gpu" in step.arguments and (reason := missing()) is not None:
             return self._note(name, left_out=reason)
         if left < step.needs:
             return self._note(name, left_out=f"{left:.0f} s are left, and it needs {step.needs}", rc=1)
