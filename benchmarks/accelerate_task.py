@@ -60,10 +60,10 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
 
 
 def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int, output: int) -> dict[str, Any]:
-    """Generate greedily in float16, all on the GPU, or with the layers that fit into `gpu_bytes` there and others on the host.
+    """Generate greedily in float16, all on the GPU, or with the layers that fit into `gpu_bytes` there.
 
     The largest batch that fits, up to `rows`, is found by halving. Half of `gpu_bytes` is left for caches and products.
-    The time of `output` tokens follows from those of 1 and of 3, because layers that cross the link take seconds a token.
+    The time of `output` tokens follows from those of 1 and of 3, because a token may take seconds behind a link.
     """
     import torch
 

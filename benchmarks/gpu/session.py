@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flexgen_helm.benchmarks.accelerate_task import missing
 from flexgen_helm.benchmarks.common import log_tail
+from flexgen_helm.benchmarks.gpu.step import GIB
 from flexgen_helm.benchmarks.gpu.table import result_of, table
 from flexgen_helm.errors import UsageError
 
@@ -28,12 +31,14 @@ class Step:
     needs: seconds that must be left, else the step is left out.
     most: seconds after which it is killed.
     function: of a module of this package, as 'module.function'.
+    host: GiB of host memory that must be free, else the step is left out.
     """
 
     needs: int
     most: int
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    host: int = 0
 
 
 # A T4 shows so many GiB of its 16 GB, and the engine takes so many of them.
@@ -41,7 +46,8 @@ _T4, _T4_LIMIT = 14.7, 13.2
 
 
 def _engine(needs: int, most: int, model: str, rows: int, **arguments: Any) -> Step:
-    return Step(needs, most, "speed.engine", {"model": model, "rows": rows, **arguments})
+    host = 72 if model == "opt-30b" and "precision" not in arguments else 20
+    return Step(needs, most, "speed.engine", {"model": model, "rows": rows, **arguments}, host)
 
 
 def _transformers(needs: int, most: int, model: str, rows: int, peer_of: str, **arguments: Any) -> Step:
@@ -144,6 +150,8 @@ class Session:
         step, left = STEPS[name], self._end - time.monotonic()
         if "peer_of" in step.arguments and "gpu" in step.arguments and (reason := missing()) is not None:
             return self._note(name, left_out=reason)
+        if (free := psutil.virtual_memory().available / GIB) < step.host and "FAKE" not in self._environment:
+            return self._note(name, left_out=f"{free:.0f} GiB of host memory are free, and it needs {step.host}")
         if left < step.needs:
             return self._note(name, left_out=f"{left:.0f} s are left, and it needs {step.needs}", rc=1)
         log = Path(self._environment["WORK"], f"{name}.txt")

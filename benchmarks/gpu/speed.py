@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -49,19 +51,26 @@ def engine(
     link: GB/s of a slower link.
     options: of the engine.
     """
+    label = f"{model} {precision}"
+    label += (f", {gpu:g} GiB of GPU memory" if gpu else "") + (f", a link of {link:g} GB/s" if link else "")
     if FAKE:
-        model, rows, cpu, gpu, card = "opt-125m", 4, 1, gpu and 0.5, None
-    label = (
-        f"{model} {precision}" + (f", {gpu:g} GiB of GPU memory" if gpu else "") + (f", {link:g} GB/s" if link else "")
-    )
+        model, rows, cpu, gpu = _tiny_model(), 4, 1, gpu and 0.1
     _repeat_weights()
     _plan_for(card, link)
-    if card is not None:
-        _hold_to(card)
+    if card is not None and not FAKE:
+        torch.cuda.set_per_process_memory_fraction(card * GIB / torch.cuda.get_device_properties(0).total_memory)
     if link is not None:
         _throttle(link)
-    limits = {"cpu": int(cpu * GIB)} | ({"gpu": int(gpu * GIB)} if gpu else {})
+    limits = {"cpu": min(int(cpu * GIB), psutil.virtual_memory().available * 9 // 10)}
+    if gpu is not None:
+        limits["gpu"] = int(gpu * GIB)
     part(label, _block, label, rows, model, {"precision": precision, **(options or {})}, limits)
+
+
+def _tiny_model() -> str:
+    folder = Path(os.environ["WORK"], "opt")
+    import_module("tests.helpers.tiny_models").VARIANTS["opt"]().save_pretrained(folder)
+    return str(folder)
 
 
 def _block(label: str, rows: int, model: str, options: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
@@ -78,9 +87,9 @@ def _block(label: str, rows: int, model: str, options: dict[str, Any], limits: d
 
 def transformers(*, model: str, rows: int, peer_of: str, gpu: float | None = None) -> None:
     """Run the prompts and a few tokens of a block by transformers, with Accelerate if `gpu` GiB bound it."""
+    label = f"{model}, transformers" + (f" and Accelerate, {gpu:g} GiB of GPU memory" if gpu else "")
     if FAKE:
         model, rows = "opt-125m", 2
-    label = f"{model}, transformers" + (f" and Accelerate, {gpu:g} GiB of GPU memory" if gpu else "")
     part(label, _transformers, label, model, rows, peer_of, gpu)
 
 
@@ -90,10 +99,6 @@ def _transformers(label: str, model: str, rows: int, peer_of: str, gpu: float | 
         model=model, gpu_bytes=gpu_bytes, rows=rows, prompt=_PROMPT, output=_OUTPUT
     )
     return {"label": label, "peer_of": peer_of, **record, "tokens_per_s": tokens_per_s(record)}
-
-
-def _hold_to(card: float) -> None:
-    torch.cuda.set_per_process_memory_fraction(card * GIB / torch.cuda.get_device_properties(0).total_memory)
 
 
 def profile() -> None:

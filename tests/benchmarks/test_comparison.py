@@ -3,11 +3,10 @@
 import csv
 import re
 import statistics
-import sys
 
 import pytest
 
-from flexgen_helm.benchmarks import Options, __main__, load
+from flexgen_helm.benchmarks import Options, load
 from flexgen_helm.benchmarks.paper import comparison, rows
 from flexgen_helm.benchmarks.paper.page import page
 from flexgen_helm.benchmarks.paper.rows import Sources
@@ -201,17 +200,3 @@ def test_an_unknown_table_is_refused_with_the_known_ones():
         load("paper")(Options(table="petals"))
     with pytest.raises(UsageError, match="device"):
         load("paper")(Options({"device": "cpu"}))
-
-
-def test_the_module_prints_rows_without_a_median(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "paper"])
-    monkeypatch.setattr(__main__, "load", lambda name: lambda options: load(name)(Options(table="policies")))
-    __main__.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert any("paper 7.26, predicted" in line for line in lines) and any("paper OOM" in line for line in lines)
-    assert __main__.row_text({"label": "x", "median": 2.0, "tokens_per_s": 5.0}).split() == [
-        "x",
-        "2",
-        "5.0",
-        "tokens/s",
-    ]

@@ -1,4 +1,4 @@
-"""`bench gpu` on a simulated GPU: from the sources alone, as `make gpu-check` lays them out, and its arithmetic."""
+"""`make gpu-check` on the CUDA device in host memory, with a GPU machine's libraries; its runner and table."""
 
 from __future__ import annotations
 
@@ -6,68 +6,121 @@ import json
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 
 from flexgen_helm.benchmarks import Options, gpu
+from flexgen_helm.benchmarks.gpu.session import GROUPS, STEPS, Session, named_steps, run_killable
+from flexgen_helm.benchmarks.gpu.table import failures, result_of, table
 from flexgen_helm.errors import UsageError
 from tests.helpers.paths import ROOT
 
-# What a GPU machine may lack.
-_ABSENT = ("helm", "pydantic", "gguf", "datasets", "cattrs", "typer", "rich", "pandas", "jinja2", "scipy.stats")
+# What a GPU machine must have: first what the project imports there, then what those cannot be imported without.
+# Everything else is absent, also where a library would take it if it were there. So neither our code nor what it
+# calls needs more; `accelerate` is absent too, and its steps say so.
+ALLOWED = (
+    *("torch", "transformers", "safetensors", "numpy", "scipy", "numba", "psutil", "pytest"),
+    *("tokenizers", "huggingface_hub", "filelock", "llvmlite", "packaging", "yaml", "triton"),
+    *("_pytest", "pluggy", "iniconfig", "pygments", "py"),
+    *("typing_extensions", "sympy", "mpmath", "networkx", "fsspec", "torchgen", "functorch", "tqdm", "regex", "httpx"),
+)
+HOOK = f"""
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+ALLOWED = {{*{ALLOWED!r}, "flexgen_helm", "tests", *sys.stdlib_module_names}}
+
+class Allowed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        known = "." in name or name in ALLOWED or name.startswith("_sysconfigdata")
+        return super().find_spec(name, path, target) if known else None
+
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Allowed]
+"""
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """The environment of a process that has only the allowed libraries."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLEXGEN", "PYTEST"))}
+    return {**kept, "PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 @pytest.mark.slow
-def test_it_runs_from_the_sources_without_helm_and_names_its_result_by_hardware(tmp_path):
-    package = tmp_path / "package" / "flexgen_helm"
-    package.mkdir(parents=True)
-    for source in (*(ROOT / "flexgen_helm").iterdir(), ROOT / "benchmarks"):
-        (package / source.name).symlink_to(source)  # links, so that compiled kernels are found
-    blocker = f"import sys\nfor name in {_ABSENT!r}: sys.modules[name] = None\n"
-    (tmp_path / "package" / "sitecustomize.py").write_text(blocker)
-    subprocess.run(
-        [sys.executable, "-m", "flexgen_helm.benchmarks", "gpu", "--quick", "--device", "sim", "--results", tmp_path],
-        check=True,
-        env={
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": str(tmp_path / "package"),
-            "FLEXGEN_HELM_HOME": str(tmp_path / "home"),
-            "OUT": str(tmp_path),
-        },
-        cwd=ROOT,  # as make does, where another flexgen_helm lies
-        timeout=300,
-    )
-    result = json.loads((tmp_path / "gpu_sim.json").read_text())
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == result["rows"]
-    labels = [row["label"] for row in result["rows"]]
-    assert {"copies to gpu (GB/s)", "copies to host (GB/s)"} < set(labels)
-    (block,) = [row for row in result["rows"] if row["label"].startswith("opt-125m")]
-    assert block["tokens_per_s"] > 0 and 0 <= block["overlapped"] <= 1
-    assert block["peak_bytes"]["gpu"] <= gpu.QUICK.cases[0].gpu_bytes
+def test_all_steps_pass_with_the_libraries_of_a_gpu_machine(tmp_path, gpu_machine):
+    out = tmp_path / "out"
+    command = ["make", "gpu-check", "FAKE=1", "STEPS=call1 call2", f"OUT={out}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, env=gpu_machine, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:]
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    absent = {line["step"] for line in lines if "left_out" in line}
+    assert absent == {"acc67", "acc30"}
+    assert {line["step"] for line in lines if line.get("rc") == 0} == {*named_steps(["call1", "call2"])} - absent
+    assert "predicted" in (out / "table.txt").read_text() and "=== link (exit 0)" in (out / "log.txt").read_text()
+    result = json.loads((out / "gpu_cuda_in_host_memory.json").read_text())
+    assert {"perf67", "perf30", "hf67"} <= {row["step"] for row in result["rows"]} and result["failed"] == []
+    assert all(row["label"] and row["tokens_per_s"] > 0 for row in result["rows"])
+
+
+def test_the_hook_fails_what_imports_more(gpu_machine):
+    for code, absent in (
+        ("import flexgen_helm.engine.engine", None),
+        ("import flexgen_helm.response_cache", "pydantic"),
+    ):
+        environment = {**gpu_machine, "PYTHONPATH": f"{gpu_machine['PYTHONPATH']}:{ROOT}"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == bool(absent) and (absent is None or f"No module named '{absent}'" in done.stderr)
+
+
+def test_a_step_is_killed_with_its_children(tmp_path):
+    script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    log = tmp_path / "log"
+    assert run_killable([sys.executable, "-c", script], log, 3, os.environ) == 124
+    child = int(log.read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
+def test_steps_without_their_time_are_left_out_by_name(tmp_path):
+    told = []
+    result = Session(4, tmp_path, told.append, is_fake=True).run(["env", "t4"])
+    assert result["failed"] == ["env: 4 s are left, and it needs 5", "t4: 4 s are left, and it needs 30"]
+    assert told[-1].splitlines()[0] == "FAILED env: 4 s are left, and it needs 5"
+
+
+def test_names_are_of_steps_and_groups():
+    assert named_steps(["env", "correct"]) == ["env", "tests", "parity", "races"]
+    assert {*named_steps(list(GROUPS))} <= STEPS.keys()
+    with pytest.raises(UsageError, match="no step 'lunk'; known are .*link"):
+        named_steps(["lunk"])
+
+
+def test_the_table_has_predictions_ratios_and_failures():
+    predicted = {"latency_s": 2.0, "prefill_s": 0.5, "decode_s": 1.5}
+    speed = {"rows": 8, "label": "opt", "latency_s": 4.0, "prefill_s": 1.0, "decode_s": 3.0, "tokens_per_s": 60.0}
+    lines = [
+        {"step": "env", "name": "machine", "s": 0.1, "device": "A GPU"},
+        {"step": "perf67", "name": "opt", **speed, "predicted": predicted},
+        {"step": "acc67", "name": "peer", **speed, "tokens_per_s": 20.0, "peer_of": "perf67"},
+        {"step": "link", "name": "copies", "error": "RuntimeError: no"},
+        {"step": "link", "rc": 1, "seconds": 3.0},
+        {"step": "t4", "rc": 124, "seconds": 80.0},
+    ]
+    assert failures(lines) == ["link copies: RuntimeError: no", "link: exit code 1", "t4: killed at its limit"]
+    text = table(lines)
+    assert "60.0 tokens/s, 8 rows of opt: 1.0 + 3.0 s; predicted 0.5 + 1.5, 2.00 times that" in text
+    assert text.endswith("perf67 to acc67: 3.00x") and "FAILED t4: killed at its limit" in text
+    result = result_of(lines)
+    assert result["hardware"]["device"] == "A GPU" and len(result["rows"]) == 2
 
 
 def test_it_says_what_is_missing():
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
-    with pytest.raises(UsageError, match="needs a CUDA device .* --device sim"):
+    with pytest.raises(UsageError, match="needs a CUDA device .* FAKE=1"):
         gpu.run(Options())
-
-
-def test_the_overlapped_share_is_that_of_the_links_time_without_waiting():
-    case = gpu.QUICK.cases[0]
-    record = {
-        "latency_s": 10.0,
-        "output_tokens": 12,
-        "bytes": {"cpu_to_gpu": {"weights": 6e9, "cache": 2e9}},
-        "time_s": {"wait": 1.0},
-        "schedule": "zigzag",
-        "achieved_placement": {},
-        "peak_bytes": {},
-    }
-    row = gpu.case_row(case, [record], link_gb_s=2.0)
-    assert (row["link_s"], row["overlapped"], row["tokens_per_s"]) == (4.0, 0.75, 1.2)
-    resident = {**record, "bytes": {"cpu_to_gpu": {}}}
-    assert gpu.case_row(case, [resident], link_gb_s=2.0)["overlapped"] == 1.0
