@@ -160,9 +160,8 @@ class Session:
         rc = run_killable(command, log, min(step.most, left), {**self._environment, "STEP": name})
         with (self._out / "log.txt").open("ab") as sink:
             sink.write(f"=== {name} (exit {rc})\n".encode() + log.read_bytes()[-400_000:])
-        self._note(name, rc=rc, seconds=round(time.monotonic() - began, 1))
-        if rc:
-            self._tell(log_tail(log))
+        last = {"last_line": log_tail(log).rpartition("\n")[2][:300]} if rc else {}
+        self._note(name, rc=rc, seconds=round(time.monotonic() - began, 1), **last)
 
     def _note(self, name: str, **values: Any) -> None:
         with self._results.open("a", encoding="utf-8") as sink:

@@ -15,7 +15,10 @@ def failures(lines: Sequence[Line]) -> list[str]:
     found = [f"{line['step']} {line['name']}: {line['error']}" for line in lines if "error" in line]
     for line in lines:
         if line.get("rc"):
-            found.append(f"{line['step']}: {line.get('left_out') or _exit(line['rc'])}")
+            last = line.get("last_line")
+            found.append(
+                f"{line['step']}: {line.get('left_out') or _exit(line['rc'])}" + (f" ({last})" if last else "")
+            )
     return found
 
 
@@ -46,9 +49,9 @@ def ratios(lines: Sequence[Line]) -> dict[str, float]:
 
 def table(lines: Sequence[Line]) -> str:
     """Return the least important first, because a reply may show the end alone."""
-    text = [_figures(line) for line in lines if "s" in line and "tokens_per_s" not in line]
+    text = [_figures(line) for line in lines if len(line) > 3 and "s" in line and "tokens_per_s" not in line]
     text += [f"{line['step']:10} {_exit(line['rc'])}, {line['seconds']:.0f} s" for line in lines if "seconds" in line]
-    text += [f"FAILED {failure[:200]}" for failure in failures(lines)]
+    text += [f"FAILED {failure[:240]}" for failure in failures(lines)]
     text += [f"{line['step']:10} left out: {line['left_out']}" for line in lines if "left_out" in line]
     text += [_speed(line) for line in lines if "tokens_per_s" in line]
     text += [f"{key.replace('_', ' ')}: {ratio:.2f}x" for key, ratio in ratios(lines).items()]

@@ -24,8 +24,9 @@ from tests.helpers.paths import ROOT
 ALLOWED = (
     *("torch", "transformers", "safetensors", "numpy", "scipy", "numba", "psutil", "pytest"),
     *("tokenizers", "huggingface_hub", "filelock", "llvmlite", "packaging", "yaml", "triton"),
-    *("_pytest", "pluggy", "iniconfig", "pygments", "py"),
-    *("typing_extensions", "sympy", "mpmath", "networkx", "fsspec", "torchgen", "functorch", "tqdm", "regex", "httpx"),
+    *("_pytest", "py", "pluggy", "iniconfig", "pygments"),
+    *("typing_extensions", "sympy", "mpmath", "networkx", "fsspec", "torchgen", "tqdm", "regex"),
+    *("httpx", "httpx2", "httpcore", "httpcore2", "anyio", "sniffio", "idna", "truststore", "certifi", "h11"),
 )
 HOOK = f"""
 import sys
@@ -108,10 +109,14 @@ def test_the_table_has_predictions_ratios_and_failures():
         {"step": "perf67", "name": "opt", **speed, "predicted": predicted},
         {"step": "acc67", "name": "peer", **speed, "tokens_per_s": 20.0, "peer_of": "perf67"},
         {"step": "link", "name": "copies", "error": "RuntimeError: no"},
-        {"step": "link", "rc": 1, "seconds": 3.0},
+        {"step": "link", "rc": 1, "seconds": 3.0, "last_line": "failed: copies"},
         {"step": "t4", "rc": 124, "seconds": 80.0},
     ]
-    assert failures(lines) == ["link copies: RuntimeError: no", "link: exit code 1", "t4: killed at its limit"]
+    assert failures(lines) == [
+        "link copies: RuntimeError: no",
+        "link: exit code 1 (failed: copies)",
+        "t4: killed at its limit",
+    ]
     text = table(lines)
     assert "60.0 tokens/s, 8 rows of opt: 1.0 + 3.0 s; predicted 0.5 + 1.5, 2.00 times that" in text
     assert text.endswith("perf67 to acc67: 3.00x") and "FAILED t4: killed at its limit" in text
