@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from flexgen_helm import Policy
 from flexgen_helm.benchmarks import accelerate_task
 from flexgen_helm.benchmarks.common import tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_blocks
@@ -55,10 +56,12 @@ def engine(
     label += (f", {gpu:g} GiB of GPU memory" if gpu else "") + (f", a link of {link:g} GB/s" if link else "")
     if FAKE:
         model, rows, cpu, gpu = _tiny_model(), 4, 1, gpu and 0.1
+        if link is not None:  # so little memory that something crosses it
+            options = {"policy": Policy(3, 2, *(0.3,) * 6), "schedule": "zigzag", "cpu_attention": False}
     _repeat_weights()
     _plan_for(card, link)
     if card is not None and not FAKE:
-        torch.cuda.set_per_process_memory_fraction(card * GIB / torch.cuda.get_device_properties(0).total_memory)
+        accelerate_task.hold_to(int(card * GIB))
     if link is not None:
         _throttle(link)
     limits = {"cpu": min(int(cpu * GIB), psutil.virtual_memory().available * 9 // 10)}
@@ -110,14 +113,15 @@ def _plan_for(card: float | None, link: float | None) -> None:
     """Let plans be made for a card of so many GiB, behind a link of so many GB/s."""
     known = profile_named(os.environ.get("FLEXGEN_HELM_HARDWARE", "measured"))
     (Path(os.environ["OUT"]) / "profile.json").write_text(json.dumps(known.to_json()))
-    assert known.gpu is not None and known.link is not None
+    gpu, to_host = known.gpu, known.link
+    assert gpu is not None and to_host is not None
     if card is not None:
-        known = replace(known, gpu=replace(known.gpu, memory_bytes=int(card * GIB)))
+        gpu = replace(gpu, memory_bytes=int(card * GIB))
     if link is not None:
-        rates = {key: min(value, link * 1e9) for key, value in vars(known.link).items() if key.endswith("bytes_s")}
-        known = replace(known, link=replace(known.link, **rates))
+        rates = {key: min(value, link * 1e9) for key, value in vars(to_host).items() if key.endswith("bytes_s")}
+        to_host = replace(to_host, **rates)
     path = Path(os.environ["WORK"]) / "profile.json"
-    path.write_text(json.dumps(known.to_json()))
+    path.write_text(json.dumps(replace(known, gpu=gpu, link=to_host).to_json()))
     os.environ["FLEXGEN_HELM_HARDWARE"] = str(path)
 
 
@@ -157,5 +161,5 @@ def _repeat_weights() -> None:
             blocks[key] = quantize(torch.randn(count * fmt.stripe_rows, width).half() * 0.02, fmt)
         return (blocks[key][: stripes - first] for first in range(0, stripes, count))
 
-    DummyCheckpoint._rounded_tiles = rounded  # type: ignore[method-assign]
+    DummyCheckpoint._rounded_tiles = rounded  # type: ignore[assignment, method-assign]
     MatrixLoader._tiles = tiles  # type: ignore[method-assign]

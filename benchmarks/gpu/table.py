@@ -31,7 +31,7 @@ def result_of(lines: Sequence[Line]) -> dict[str, Any]:
     known = {key: value for line in lines for key, value in line.items()}
     return {
         "name": "gpu",
-        "hardware": {**machine(), "device": known.get("device", "unknown")},
+        "hardware": {**machine(), "device": known.get("device") or known.get("hardware", {}).get("name", "unknown")},
         "versions": known.get("versions", {}),
         "rows": [line for line in lines if "tokens_per_s" in line],
         "ratios": ratios(lines),
