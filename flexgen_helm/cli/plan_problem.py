@@ -73,6 +73,7 @@ def problem_for(
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,
         endless=num_seqs is None,
+        counts_workspace=config.device != "sim",
     )
     problem = replace(problem, stages=stages)
     return _with_room_of_weights(problem, config, model) if hardware == "measured" else problem

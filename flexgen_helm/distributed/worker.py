@@ -124,8 +124,6 @@ def _own_limits(config: EngineConfig, share: float) -> EngineConfig:
     """Return the options with this worker's share of the machine's memory and disk where they give no limit."""
     if share >= 1:
         return config
-    import torch
-
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.device import tier_capacities
     from flexgen_helm.hardware.control_groups import host_memory
@@ -133,7 +131,7 @@ def _own_limits(config: EngineConfig, share: float) -> EngineConfig:
 
     folder = Path(config.offload_dir) if config.offload_dir is not None else state_dir() / "offload"
     total = host_memory().total
-    free = tier_capacities(config.limits, torch.device("cpu"), folder)  # keeps the limits that are given
+    free = tier_capacities(config.limits, folder)  # keeps the limits that are given
     # Of the total: what is free depends on how much the machine's other workers have loaded already.
     cpu = min(free["cpu"], int(share * without_margin(total, total)))
     limits = replace(

@@ -16,9 +16,12 @@ from flexgen_helm.hardware.ranks import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.problem import without_margin
+from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.units import exact_size
 
 
 def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:
@@ -88,16 +91,38 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
     return "measured to be faster than the type of the weights"
 
 
-def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
+def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
     """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin.
+
+    A limit may exceed what is free in host memory, which some systems grant as it is used.
 
     num_sharers: processes that share the machine's memory and disk, this one included.
     """
     memory = host_memory()
+    _warn_beyond("cpu", limits.cpu, memory.available)
     capacities: dict[Tier, int] = {
-        "gpu": without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0,
+        "gpu": 0,
         "cpu": without_margin(memory.available, memory.total) // num_sharers,
         "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
     given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
+
+
+def gpu_capacity(limit: int | None, device: torch.device, workspace: Workspace) -> int:
+    """Return the bytes of a GPU that stay beside computing: of the limit and of what is free, there less a margin."""
+    free, total = torch.cuda.mem_get_info(device)
+    _warn_beyond("gpu", limit, free)
+    if limit is None:
+        return min(without_margin(free, total), workspace.room_beside(free))
+    return workspace.room_beside(min(limit, free))
+
+
+def _warn_beyond(tier: Tier, limit: int | None, free: int) -> None:
+    if limit is not None and limit > free:
+        report(
+            Message(
+                f"{limit_flag(tier)} allows {exact_size(limit)} and {exact_size(free)} are free now: lower it, or end "
+                "other programs"
+            )
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import device_name, dtype_reason, simulated_disk, tier_capacities
+from flexgen_helm.engine.device import device_name, dtype_reason, gpu_capacity, simulated_disk, tier_capacities
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
@@ -48,6 +49,7 @@ from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.at_rest import WeightsAtRest
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Span
@@ -102,7 +104,11 @@ class Engine:
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
-        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size)
+        capacities = tier_capacities(options.limits, folder, exchange.rank.local_size)
+        if device.type == "cuda":
+            converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
+            workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self._cache_format, converts=converts)
+            capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
 
         def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
@@ -117,6 +123,8 @@ class Engine:
         self._tiers = TransferManager(
             device, model.compute_tier, ledgers, model.link, folder, options.overlap, simulated_disk(options.disk_gb_s)
         )
+        if isinstance(model.link, CudaCopyEngine):
+            model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)
         self._decoder = decoder_of(self._part, device, self._dtype)

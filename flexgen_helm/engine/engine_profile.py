@@ -56,7 +56,7 @@ class EngineProfile:
     def profile(self, measure: bool) -> HardwareProfile | None:
         """Return the profile; None where none is saved and `measure` is false, or the machine cannot be measured.
 
-        A full disk, for example, must not end a run: that is said once.
+        A full disk or device, for example, must not end a run: that is said once.
         """
         if self._known is not None or self._cannot_be_measured:
             return self._known
@@ -64,7 +64,7 @@ class EngineProfile:
             return None
         try:
             self._known = self._adapted(measured_profile(folder=self._folder))
-        except (FlexgenError, OSError) as error:
+        except (FlexgenError, OSError, RuntimeError) as error:
             self._cannot_be_measured = True
             report(Message(f"this machine cannot be measured, so nothing is planned: {error}"))
         return self._known

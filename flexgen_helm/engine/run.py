@@ -14,6 +14,7 @@ from flexgen_helm.engine.results import ResultCollector
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths
@@ -244,8 +245,7 @@ class Run:
                 if not self._executor.may_reschedule:
                     raise MemoryLimitError(
                         f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and the "
-                        "ranks of a pipeline cannot divide it; lower --gpu-memory or --cpu-memory so that more is kept "
-                        "free"
+                        f"ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
                     ) from error
                 # What was written to the cache is written again, the same; sequences that are done stay done.
                 left = [batch for batch in batches if batch not in done]
@@ -255,7 +255,7 @@ class Run:
                 if len(halves) == len(left):
                     raise MemoryLimitError(
                         f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
-                        "cannot be divided; lower --gpu-memory or --cpu-memory so that more is kept free"
+                        f"cannot be divided; {MEMORY_ADVICE}"
                     ) from error
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()

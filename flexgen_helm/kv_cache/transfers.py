@@ -13,6 +13,7 @@ from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import LinkName
+from flexgen_helm.planner.placement import MEMORY_ADVICE
 
 Fetched = TypeVar("Fetched")
 
@@ -88,10 +89,7 @@ class BlockTransfers(Generic[Fetched]):
                 write(after)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 # A smaller batch does not help: the pass that could write this again may be long over.
-                raise MemoryLimitError(
-                    "memory ran out while the KV cache was stored; lower --gpu-memory or --cpu-memory so that more is "
-                    "kept free"
-                ) from error
+                raise MemoryLimitError(f"memory ran out while the KV cache was stored; {MEMORY_ADVICE}") from error
 
         future = self._tiers.store_async("cache", num_bytes, explained)
         self._stores[layer] = [store for store in self._stores.get(layer, ()) if not _has_succeeded(store)] + [future]

@@ -6,10 +6,12 @@ directions are independent (full duplex).
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+# PyTorch's segments (2 and 20 MiB for every stream) and cuBLAS's workspaces have room in any limit.
+_LEAST_LIMIT = 512 << 20
 
 # An event behind work of the device; None where there is nothing to wait for.
 Launched = torch.cuda.Event | None
@@ -178,8 +182,17 @@ class CudaCopyEngine(CopyEngine):
             )
         return torch.from_numpy(np.asarray(registered))[:num_bytes]
 
+    def limit(self, num_bytes: float) -> None:
+        """Let this process allocate no more device memory, for whatever use, until `close`; infinity: no limit.
+
+        Limits of several engines add up.
+        """
+        _limits[self] = max(num_bytes, _LEAST_LIMIT)
+        _enforce(self.device, num_bytes)
+
     def close(self) -> None:
         super().close()
+        _enforce(self.device, _limits.pop(self, math.inf))
         torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
 
     def _stream(self) -> torch.cuda.Stream:
@@ -203,6 +216,18 @@ class CudaCopyEngine(CopyEngine):
 
     def _buffer_like(self, piece: Tensor) -> Tensor:
         return self.thread_buffer(piece.nbytes)[: piece.nbytes].view(piece.dtype).view(piece.shape)
+
+
+_limits: WeakKeyDictionary[CudaCopyEngine, float] = WeakKeyDictionary()
+
+
+def _enforce(device: torch.device, changed: float) -> None:
+    """Let PyTorch refuse what exceeds the sum of a device's limits; a program's own cap stays where none was given."""
+    index = device.index or 0
+    limits = [limit for engine, limit in list(_limits.items()) if (engine.device.index or 0) == index]
+    if min([changed, *limits]) < math.inf:
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (sum(limits) or math.inf) / total), device)
 
 
 class _RegisteredPages:

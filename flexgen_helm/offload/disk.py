@@ -3,7 +3,7 @@
 Layout of an offload directory:
 
     weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all runs of these weights
-    weights-<fingerprint>-<format>/manifest.json  size and SHA-256 of each file
+    weights-<fingerprint>-<format>/manifest.json  size of each file
     weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from the checkpoint
     run-<pid>-<n>/                                cache and activations of one engine, deleted when it closes
     run-<pid>-<n>.lock                            locked by that process; a run whose lock is free is dead and deleted
@@ -13,7 +13,6 @@ Layout of an offload directory:
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -214,7 +213,7 @@ class OffloadDirectory:
 class WeightFiles:
     """The matrices of one model in one format, a file each. Whoever needs a file first writes it.
 
-    A file is valid once the manifest, which is written after it, has its hash. So a file that was cut short is written
+    A file is valid once the manifest, which is written after it, has its size. So a file that was cut short is written
     again. The folder's name has the weights' fingerprint, so that no file of another model is used.
     """
 
@@ -241,8 +240,8 @@ class WeightFiles:
                 files = self._manifest()["files"]
                 is_known = isinstance(files.get(name), dict) and files[name].get("size") == size
                 if not is_known or not path.is_file() or path.stat().st_size != aligned(size):
-                    digest = self._write(path, size, tiles)
-                    files[name] = {"size": size, "sha256": digest}
+                    self._write(path, size, tiles)
+                    files[name] = {"size": size}
                     manifest = {"fingerprint": self._fingerprint, "form": self._fmt, "files": files}
                     self._write_manifest(manifest)
         except OSError as error:
@@ -271,14 +270,6 @@ class WeightFiles:
         except OSError as error:
             raise _offload_error(error, path, ALIGNMENT) from error
 
-    def verify(self, name: str) -> None:
-        """Raise `OffloadError` if the hash of a file's content is not the manifest's."""
-        entry = self._manifest()["files"][name]
-        with (self._folder / name).open("rb") as file:
-            content = file.read(entry["size"])
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise OffloadError(f"{self._folder / name} was changed or damaged; delete it, and it is written again")
-
     def _manifest(self) -> dict[str, Any]:
         """Read the manifest; an empty one if it is missing, damaged or of other weights, so that all is rewritten."""
         empty: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._fmt, "files": {}}
@@ -299,9 +290,9 @@ class WeightFiles:
         replace_text(path, json.dumps(manifest, indent=1, sort_keys=True))
         self._known = _version(path), manifest
 
-    def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> str:
-        """Write a matrix beside its place, then move it there; return the SHA-256 of its bytes."""
-        part, digest = path.with_name(path.name + ".part"), hashlib.sha256()
+    def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> None:
+        """Write a matrix beside its place, then move it there."""
+        part = path.with_name(path.name + ".part")
         for abandoned in (*self._folder.glob("*.part"), *self._folder.glob(".*.tmp")):
             abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock
         file = DirectFile(part, size, create=True)
@@ -310,7 +301,6 @@ class WeightFiles:
             filled = offset = 0
             for tile in tiles:
                 data = _flat_bytes(tile)
-                digest.update(memoryview(data.numpy()))  # type: ignore[arg-type]
                 while data.numel():
                     count = min(data.numel(), _CHUNK - filled)
                     buffer[filled : filled + count] = data[:count]
@@ -328,7 +318,6 @@ class WeightFiles:
             raise
         file.close()
         os.replace(part, path)
-        return digest.hexdigest()
 
 
 def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:

@@ -12,7 +12,7 @@ offload directory. It has no weight file, and its values are checked once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -270,22 +270,22 @@ class MatrixLoader:
 
     def to_device(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Load a tensor to the compute device; dtype: of one that is not packed, None for the checkpoint's."""
-        if self.format_of(name) is None:
-            stays = self._tiers.device.type == "cpu" and dtype in (None, self._storage(name)[1])
-            tensor = self._checkpoint.tensor(name, self._pages.empty) if stays else self._checkpoint.tensor(name)
-            return tensor.to(device=self._tiers.device, dtype=dtype)
-        return self._read_packed(name).to(self._tiers.device)
+        (shape, stored), copy_engine = self._storage(name), self._tiers.copy_engine
+        if copy_engine is not None and self._tiers.device.type != "cpu":
+            target = copy_engine.device_memory(shape, dtype or stored)
+            _copy_tiles(self._content(name), target, lambda part, tile: copy_engine.to_device(tile.to(dtype), part))
+            return target
+        if self.format_of(name) is not None:
+            return self._read_packed(name)
+        empty = self._pages.empty if dtype in (None, stored) else torch.empty
+        return self._checkpoint.tensor(name, empty).to(dtype)
 
     def to_host(self, name: str) -> HostMatrix:
         """Load a matrix to host memory, behind the link."""
         assert self._tiers.copy_engine is not None
         shape, dtype = self._storage(name)
         stored = self._tiers.copy_engine.host_memory(self.num_bytes(name)).view(dtype)
-        tiles = [self._read_packed(name).view(-1)] if self.format_of(name) else self._checkpoint.tiles(name)
-        done = 0
-        for tile in tiles:
-            stored[done : done + tile.numel()] = tile
-            done += tile.numel()
+        _copy_tiles(self._content(name), stored)
         return HostMatrix(self._tiers, stored.view(shape))
 
     def to_disk(self, name: str) -> DiskMatrix:
@@ -324,11 +324,8 @@ class MatrixLoader:
             with closing(self._expert_file(expert)) as file:
                 stored.copy_(file.read_tensor(0, pages_shape, torch.uint8).view(-1))
         else:
-            done = 0
-            for tile in self._expert_tiles(expert):
-                flat = tile.contiguous().view(torch.uint8).view(-1)
-                stored[done : done + flat.numel()] = flat
-                done += flat.numel()
+            tiles = self._expert_tiles(expert)
+            _copy_tiles((tile.contiguous().view(torch.uint8).view(-1) for tile in tiles), stored)
         return HostMatrix(self._tiers, stored.view(pages_shape))
 
     def _storage(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -376,6 +373,10 @@ class MatrixLoader:
         fmt, tiles = self.format_of(name), self._checkpoint.tiles(name)
         return tiles if fmt is None else _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
 
+    def _content(self, name: str) -> Iterable[Tensor]:
+        """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed."""
+        return [self._read_packed(name).view(-1)] if self.format_of(name) else self._checkpoint.tiles(name)
+
     def _weight_files(self, is_packed: bool) -> WeightFiles:
         label = self._at_rest.label(is_packed)
         if label not in self._files:
@@ -395,6 +396,16 @@ class MatrixLoader:
                 return file.read_tensor(0, *self._storage(name))
         with closing(self._expert_file(expert)) as file:
             return file.read_tensor(self._experts[expert][name].offset, *self._storage(name))
+
+
+def _copy_tiles(
+    tiles: Iterable[Tensor], memory: Tensor, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Fill memory with flat tiles, one behind another; copy: is given a part of the memory, and its tile."""
+    done = 0
+    for tile in tiles:
+        copy(memory.view(-1)[done : done + tile.numel()], tile)
+        done += tile.numel()
 
 
 def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:

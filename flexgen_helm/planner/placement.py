@@ -32,6 +32,10 @@ def limit_flag(tier: Tier) -> str:
     return "--disk" if tier == "disk" else f"--{tier}-memory"
 
 
+# What to do where memory runs out although the ledgers had room; a GPU's limit holds for computing, too.
+MEMORY_ADVICE = "raise --gpu-memory, or lower --cpu-memory so that more is kept free"
+
+
 @dataclass(frozen=True)
 class StorageSizes:
     """Sizes of a model's tensors as stored.

@@ -72,11 +72,13 @@ def planning_problem(
     cpu_attention: bool = True,
     endless: bool = False,
     pins_host_memory: bool = True,
+    counts_workspace: bool = False,
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
     storage_dtype: of the checkpoint.
     limits: None for what the machine has, less a margin; of the disk all that is free.
+    counts_workspace: the limit of the gpu holds for computing, too.
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
@@ -100,6 +102,8 @@ def planning_problem(
         limit = getattr(limits, tier)
         if limit is not None and limit < 0:
             raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
+        if limit is not None and tier == "gpu" and counts_workspace:
+            limit = problem.workspace.room_beside(limit)
         bytes_by_tier[tier] = float(problem.largest_limit(tier) if limit is None else limit)
     return replace(problem, limits=bytes_by_tier)
 

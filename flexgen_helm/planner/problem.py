@@ -428,19 +428,22 @@ class PlanningProblem:
         """Bytes of CUDA graphs, which launch decode layers whose weights are resident; vectors: bytes of those."""
         if self.compute_tier != "gpu":
             return 0
-        workspace = Workspace(self.config, self.compute_bytes, "gpu")
+        workspace = self.workspace
         weights = self.copies_bytes if self.copies_fit else self.stored_bytes
         rows = workspace.graph_rows(self.limits["gpu"] - weights / self.stages - vectors, GRAPH_ROWS[-1])
         return workspace.graphs(rows).num_bytes if rows else 0
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        converts = self.precision.weights is not None or self.compute_bytes > 2
+        return Workspace(self.config, self.compute_bytes, self.compute_tier, self.precision.cache, converts=converts)
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:
         """Bytes that computing takes on the compute tier besides what its limit counts.
 
         sequences: of the block.
         """
-        config, workload, cache = self.config, self.workload, self.precision.cache
-        converts = self.precision.weights is not None or self.compute_bytes > 2
-        workspace = Workspace(config, self.compute_bytes, self.compute_tier, cache, converts=converts)
+        workload, workspace = self.workload, self.workspace
         most = max(self.max_batch_tokens, workload.longest_prompt)
         prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
         decoding = min(sequences, shape.gpu_batch_size)

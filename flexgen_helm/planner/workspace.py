@@ -11,12 +11,15 @@ from math import prod
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
 from flexgen_helm.planner.constants import (
+    BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
     GRAPH_OVERHEAD_BYTES,
     GRAPH_ROWS,
     GRAPHS_SHARE,
     HOST_UPCAST_ELEMENTS,
     KEPT_MASK_BYTES,
+    MAX_BATCH_TOKENS,
+    MAX_PENDING_STORE_BYTES,
     SAMPLED_ELEMENTS,
 )
 from flexgen_helm.planner.placement import Tier
@@ -143,6 +146,11 @@ class Workspace:
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
         logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
         return logits + self._element * (tokens * self._config.state_size + self._upcast_elements)
+
+    def room_beside(self, limit: float) -> int:
+        """Return what a limit leaves beside the workspace of a full batch, at least three quarters of it."""
+        full = self.layer(MAX_BATCH_TOKENS, BATCH_TOKENS, 0) + 4 * MAX_PENDING_STORE_BYTES
+        return int(limit - min(limit / 4, full))
 
     def graphs(self, rows: int) -> GraphMemory:
         """Bound the bytes of the CUDA graphs of all layers, for batches of up to `rows` rows whose weights are direct.

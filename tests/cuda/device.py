@@ -377,6 +377,11 @@ class Device:
         memory = self.memory[self.index_of(device)]
         return memory.total - memory.reserved, memory.total
 
+    def limit(self, fraction: float, device: Any = None) -> None:
+        assert 0 <= fraction <= 1
+        memory = self.memory[self.index_of(device)]
+        memory.allowed = int(fraction * memory.total)
+
     def empty_cache(self) -> None:
         self.forbid("giving memory back")
         for memory in self.memory:
@@ -922,6 +927,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
             "empty_cache": world.empty_cache,
             "_sleep": lambda cycles: None,
+            "set_per_process_memory_fraction": world.limit,
             "cudart": lambda: _Runtime,
             "is_current_stream_capturing": lambda: (
                 world.capture is not None and world.current_stream() == world.capture.stream
@@ -972,7 +978,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(num_devices: int = 1, memory: int = GIB, clock: Clock | None = None) -> Iterator[Device]:
+def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, clock: Clock | None = None) -> Iterator[Device]:
     """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back."""
     global _device
     assert _device is None, "one machine at a time"

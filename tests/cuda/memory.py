@@ -72,7 +72,7 @@ class Lease:
 class Allocator:
     """One device's memory.
 
-    total: bytes of the device.
+    total: bytes of the device; allowed: of them, to this process.
     reserved: bytes of segments, in use or free; reserved_by: by stream, and by pool of CUDA graphs (below 0).
     failing: numbers of coming allocations, from 0 on, that find no memory.
     freed: blocks to be put back.
@@ -80,6 +80,7 @@ class Allocator:
 
     def __init__(self, ordering: Ordering, total: int, first: int) -> None:
         self.ordering, self.total, self.reserved = ordering, total, 0
+        self.allowed = total
         self.in_use, self.peak, self.num_allocations = 0, 0, 0
         self.failing: set[int] = set()
         self.reserved_by: Counter[int] = Counter()
@@ -132,10 +133,10 @@ class Allocator:
 
     def _new_range(self, size: int) -> Range:
         size = _SEGMENT if size <= _SMALL else -(-size // _SEGMENT) * _SEGMENT
-        if self.reserved + size > self.total:
+        if self.reserved + size > self.allowed:
             self.empty_cache()
-        if self.reserved + size > self.total:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. {size} bytes do not fit into {self.total}")
+        if self.reserved + size > self.allowed:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {size} bytes do not fit into {self.allowed}")
         segment = Segment(self._next, size)
         self._next += size + _SEGMENT
         self.reserved += size

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flexgen_helm import Engine
 from flexgen_helm.models import attention
 from flexgen_helm.offload import copy_engine
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from tests.cuda.engine_runs import LIMITS
 
 
 @pytest.mark.parametrize("buffer", [64, 700, 1 << 20])
@@ -24,6 +26,14 @@ def test_what_exceeds_a_buffer_crosses_in_pieces(cuda_device, monkeypatch, buffe
     assert torch.equal(engine.to_host(on_device, into), source)
     rows = torch.tensor([5, 0, 5, 3])
     assert torch.equal(engine.rows_to_device(memory, rows).cpu(), memory[rows])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+def test_resident_weights_cross_through_a_pinned_buffer(tiny, tmp_path, cuda_device, precision):
+    """Whole matrices in new memory would cost as much time as reading them."""
+    settings = dict(device="cuda", precision=precision, limits=LIMITS, offload_dir=tmp_path)
+    with Engine.from_pretrained(tiny("llama").path, **settings):
+        assert not [place for place in cuda_device.pageable_copies if place.startswith("offload/")]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def test_memory_runs_out_where_it_is_told_to(device):
     torch.empty(8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(8, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(0.25)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     kept = torch.empty(8, device="cuda")

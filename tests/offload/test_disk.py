@@ -272,7 +272,6 @@ def ensured(folder: Path, tiles: Tiles, fingerprint: str = FINGERPRINT, fmt: str
     buffer = pages(aligned(size))
     file.read(0, buffer)
     file.close()
-    files.verify("a.weight")
     return buffer[:size].view(torch.float16)
 
 
@@ -294,7 +293,7 @@ DAMAGES = {
     "longer": lambda folder: os.truncate(folder / "a.weight", 3 * ALIGNMENT),
     "gone": lambda folder: (folder / "a.weight").unlink(),
     "unknown to the manifest": lambda folder: change(folder, files={}),
-    "of another size": lambda folder: change(folder, files={"a.weight": {"size": 5998, "sha256": ""}}),
+    "of another size": lambda folder: change(folder, files={"a.weight": {"size": 5998}}),
     "a manifest of another model": lambda folder: change(folder, fingerprint="e" * 64),
     "a manifest of another type": lambda folder: change(folder, form="bfloat16"),
     "a manifest cut short": lambda folder: os.truncate(folder / "manifest.json", 40),
@@ -328,17 +327,6 @@ def test_models_do_not_share_files(tmp_path):
     assert names(tmp_path) == {f"weights-{'a' * 32}-float16", f"weights-{'b' * 32}-float16"}
 
 
-def test_a_changed_byte_is_found_by_the_hash(tmp_path):
-    ensured(tmp_path, Tiles(matrix(1)))
-    files = WeightFiles(tmp_path, FINGERPRINT, "float16")
-    files.verify("a.weight")
-    data = bytearray((tmp_path / "a.weight").read_bytes())
-    data[100] ^= 1
-    (tmp_path / "a.weight").write_bytes(data)
-    with pytest.raises(OffloadError, match="a.weight was changed or damaged; delete it"):
-        files.verify("a.weight")
-
-
 def test_a_writer_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(tmp_path):
     class Failing:
         def __iter__(self):
@@ -366,8 +354,9 @@ files = WeightFiles(Path(sys.argv[1]), "f" * 64, "float16")
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(6):
-    files.ensure(f"m{i}", 400_000, tensor.split(5000)).close()
-    files.verify(f"m{i}")
+    file = files.ensure(f"m{i}", 400_000, tensor.split(5000))
+    assert torch.equal(file.read_tensor(0, tensor.shape, tensor.dtype), tensor)
+    file.close()
 """
 
 
@@ -384,7 +373,7 @@ def test_two_writers_of_the_same_weights_do_not_disturb_each_other(tmp_path):
         writer.stdin.flush()
     assert [writer.wait(60) for writer in writers] == [0, 0]
     files = json.loads((tmp_path / "manifest.json").read_text())["files"]
-    assert set(files) == {f"m{i}" for i in range(6)} and len({file["sha256"] for file in files.values()}) == 1
+    assert files == {f"m{i}": {"size": 400_000} for i in range(6)}
 
 
 # A disk that is really full.

@@ -124,7 +124,7 @@ def test_what_cannot_be_divided_is_an_error_and_the_engine_lives(tiny, expected,
     with offloaded(tiny, tmp_path, overlap=overlap) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Executor, "_layer", never_enough)
-            with pytest.raises(MemoryLimitError, match="in a batch that cannot be divided; lower --gpu-memory or"):
+            with pytest.raises(MemoryLimitError, match="in a batch that cannot be divided; raise --gpu-memory, or"):
                 engine.run(workload())
         assert engine.last_run == {}
         assert_same(engine.run(workload()), expected)
