@@ -12,6 +12,7 @@ from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.hardware.fast_paths import HALVES, switched_off
 from flexgen_helm.hardware.ranks import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
@@ -88,6 +89,8 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
         return "the type of the weights"
     if device.type == "cpu":
         return "the precision that is promised for CPUs"
+    if HALVES in switched_off:
+        return f"{HALVES} do not work here: {switched_off[HALVES]}"
     return "measured to be faster than the type of the weights"
 
 

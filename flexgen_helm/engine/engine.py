@@ -22,6 +22,7 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import device_name, dtype_reason, gpu_capacity, simulated_disk, tier_capacities
+from flexgen_helm.engine.device_trial import require_trial
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
@@ -38,6 +39,7 @@ from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_r
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
+from flexgen_helm.hardware.fast_paths import GRAPHS, switched_off
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -128,7 +130,11 @@ class Engine:
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)
         self._decoder = decoder_of(self._part, device, self._dtype)
-        self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
+        self._graphs = (
+            self._layer_graphs()
+            if options.cuda_graphs and device.type == "cuda" and GRAPHS not in switched_off
+            else None
+        )
         if device.type == "cpu":
             keep_freed_memory()
         self.fingerprint = model.fingerprint(self._dtype)
@@ -213,7 +219,8 @@ class Engine:
         cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
     ) -> "Engine":
         model = open_model(name_or_path, config, name, exchange.rank)
-        is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified)
+        is_tried = require_trial(model.device, config.unverified)
+        is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified) if is_tried else False
         try:
             return cls(model, exchange, is_proved)
         except Float16Error as error:  # found while the weights were read

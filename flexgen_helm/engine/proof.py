@@ -40,6 +40,7 @@ from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
@@ -86,9 +87,9 @@ def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
 
 
 @cache
-def own_digest() -> str:
-    """Return the digest of the modules of `models/`."""
-    folder = Path(__file__).parents[1] / "models"
+def own_digest(package: str = "models") -> str:
+    """Return the digest of the modules of one of our packages."""
+    folder = Path(__file__).parents[1] / package
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
@@ -117,7 +118,7 @@ def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unver
         return True
     if unverified:
         return False
-    with _alone():
+    with alone():
         if not is_proved(key):  # by another process meanwhile
             report(ProgressPhase("prove", name))
             _prove(key, content, checkpoint.config, name, engine)
@@ -125,7 +126,7 @@ def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unver
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Let other processes with the same home wait; in a home that cannot be written, each proves for itself."""
     lock = FileLock(state_dir() / f"{_PROOFS}.running")
     try:
@@ -192,9 +193,9 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
 def _difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
     for cls, small in miniatures(content, config):
         if _num_elements(cls, small) <= MAX_WEIGHTS:
-            with torch.random.fork_rng(devices=[]), _scratch() as folder:
-                model = _reference(cls, small, seed, Path(folder))
-                return _difference(model, open_as(type(config), Path(folder)), requests(seed), engine)
+            with torch.random.fork_rng(devices=[]), scratch() as folder:
+                model = reference(cls, small, seed, Path(folder))
+                return difference(model, open_as(type(config), Path(folder)), requests(seed), engine)
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
 
 
@@ -204,14 +205,14 @@ def _num_elements(cls: Any, config: Any) -> int:
     return sum(own.numel() for own in (*model.parameters(), *model.buffers()))
 
 
-def _scratch() -> tempfile.TemporaryDirectory[str]:
+def scratch() -> tempfile.TemporaryDirectory[str]:
     """Make a folder for the small model, in the home; where that cannot be written, in the system's."""
     home = state_dir()
     is_writable = home.is_dir() and os.access(home, os.W_OK)
     return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=home if is_writable else None)
 
 
-def _reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
+def reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
     """Save a random model in 16 bits; return it in float32, with the same values."""
     torch.manual_seed(seed)
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -246,10 +247,18 @@ def requests(seed: int) -> list[GenerationRequest]:
     ]
 
 
-def _difference(model: Any, checkpoint: Checkpoint, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:
+def difference(
+    model: Any,
+    checkpoint: Checkpoint,
+    asked: Sequence[GenerationRequest],
+    engine: type[Engine],
+    options: EngineConfig = EngineConfig(policy=_BLOCK, device="cpu"),
+    link: CopyEngine | None = None,
+) -> float:
+    """Return the largest difference of a log-probability; link: to the device that computes, None for the host."""
     with _proving():
-        options = EngineConfig(policy=_BLOCK, device="cpu")
-        opened = OpenedModel("", options, checkpoint, tokenizer=None, chat=None, device=torch.device("cpu"), link=None)
+        device = torch.device("cpu") if link is None else link.device
+        opened = OpenedModel("", options, checkpoint, tokenizer=None, chat=None, device=device, link=link)
         with engine(opened, Exchange()) as small:
             small.share_every_beginning()
             results = small.run(asked)

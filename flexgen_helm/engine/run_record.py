@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from flexgen_helm.engine.device import device_name
+from flexgen_helm.hardware.fast_paths import switched_off
 from flexgen_helm.kernels.products import library_flops, matmul_flops, multiplied_dtype, product_library
 from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
@@ -121,6 +122,7 @@ def run_record(
             "compute_dtype_reason": engine.dtype_reason,
             "product_library": product_library(engine.device, engine.dtype),
             "loops": dict(loops_in_use),
+            "switched_off": dict(switched_off),
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "library_flops": library_flops(engine.device, engine.dtype),

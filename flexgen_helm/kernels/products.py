@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_helm.hardware.fast_paths import HALVES, switched_off
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls, has_amx, multiplies_as_stored
 from flexgen_helm.kernels.few_rows import few_rows_matmul
 
@@ -110,7 +111,7 @@ def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dty
     CPUs: float32, because results are promised within 1e-4 of a float32 reference, which 16 bits cannot keep.
     Accelerators: the faster of the two by measurement; some cards emulate bfloat16.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or HALVES in switched_off:
         return torch.float32
     return max((storage_dtype, torch.float32), key=lambda dtype: matmul_flops(device, dtype))
 

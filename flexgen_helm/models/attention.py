@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flexgen_helm.hardware.fast_paths import ATTENTION, switched_off
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, Window
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
@@ -88,7 +89,7 @@ def attend_causal(
     mask, slopes = None, config.head_slopes(key_heads)
     if slopes is not None:
         mask = _alibi_bias(slopes.t(), tokens).expand(group, key_heads, tokens, tokens)
-    out, lse = _attend(queries, keys, values, config, is_causal=True, mask=mask)
+    out, lse = attend(queries, keys, values, config, is_causal=True, mask=mask)
     if slopes is not None:
         lse = lse - slopes.t()[:, :, None] * torch.arange(tokens, device=q.device)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
@@ -136,7 +137,7 @@ def attend_two_versions(
         mask = chunk.mask[None, None]
         if slopes is not None:
             mask = mask + slopes.t()[:, :, None, None] * chunk.key_positions
-        out, lse = _attend(queries, keys, values, config, mask=mask)
+        out, lse = attend(queries, keys, values, config, mask=mask)
         if slopes is not None:
             positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
             lse = lse - slopes.t()[:, :, None] * positions
@@ -178,7 +179,7 @@ def attend_cached(
         bias = bias if mask is None else bias + mask
     elif mask is not None:
         bias = mask.expand(batch, 1, group, mask.shape[-1])
-    out, lse = _attend(queries, k, v, config, mask=bias)
+    out, lse = attend(queries, k, v, config, mask=bias)
     return _without_hidden(out.reshape(batch, heads, dim), lse.reshape(batch, heads), sees_none)
 
 
@@ -217,7 +218,7 @@ def attend_prefix(
         bias = _alibi_bias(slopes, k.shape[1]).transpose(1, 2)  # [Hk, 1, G, S]
         bias = bias.expand(-1, tokens, -1, -1).reshape(1, key_heads, tokens * group, k.shape[1])
         bias = bias if row_mask is None else bias + row_mask
-    out, lse = _attend(queries, k[None], v[None], config, mask=bias)
+    out, lse = attend(queries, k[None], v[None], config, mask=bias)
     out = out.reshape(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
     lse = lse.reshape(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
     if config.slopes is not None:
@@ -294,17 +295,17 @@ def _window_chunk_mask(queries: int, older: int, window: int, device: torch.devi
     return additive_mask((distance < 0) | (distance >= window), dtype)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, *, is_causal: bool = False, mask: Tensor | None = None
 ) -> PartialAttention:
     """q [B, H, Tq, D], k and v [B, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq]."""
     kernel = None if config.softcap is not None else _fused_kernel(q, mask)
     if kernel is None:
-        return _attend_unfused(q, k, v, config, is_causal, mask)
+        return attend_unfused(q, k, v, config, is_causal, mask)
     return kernel(q, k, v, mask, is_causal, config.scale)
 
 
-def _attend_unfused(
+def attend_unfused(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, is_causal: bool, mask: Tensor | None
 ) -> PartialAttention:
     """The formula itself for every device and dtype, with scores in float32, in slices of query rows."""
@@ -335,6 +336,8 @@ _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", 
 def _fused_kernel(q: Tensor, mask: Tensor | None) -> _Kernel | None:
     if q.device.type == "cpu":
         return None if _FUSED is None else _attend_on_host
+    if ATTENTION in switched_off:
+        return None
     if mask is not None:
         offsets = mask.storage_offset(), *mask.stride()[:-1]
         if mask.dtype != q.dtype or any(offset % _ALIGNMENT for offset in offsets):
@@ -344,7 +347,9 @@ def _fused_kernel(q: Tensor, mask: Tensor | None) -> _Kernel | None:
 
 def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
-    return device.type == "cpu" or _device_kernel(device, dtype, head_dim, has_mask=False) is not None
+    if device.type == "cpu" or ATTENTION in switched_off:
+        return device.type == "cpu"
+    return _device_kernel(device, dtype, head_dim, has_mask=False) is not None
 
 
 @lru_cache

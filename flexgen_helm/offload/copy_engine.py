@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.hardware.fast_paths import COPIES, REGISTERED, switched_off
 from flexgen_helm.offload.rate_limit import RateLimit
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES
@@ -119,7 +120,8 @@ class CudaCopyEngine(CopyEngine):
     """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
 
     So the link is busy while one of several threads wakes. Only pinned memory crosses it: what is not goes through a
-    pinned buffer of the copying thread. Copies are in pieces, between which small ones of other threads come.
+    pinned buffer of the copying thread, unless the driver refuses that too. Copies are in pieces, between which small
+    ones of other threads come.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +133,8 @@ class CudaCopyEngine(CopyEngine):
         target = self.device_memory(source.shape, source.dtype) if target is None else target
         is_pinned = source.is_contiguous() and source.is_pinned()
         for piece, arrived in _pieces(source, target):
-            self._copy(piece if is_pinned else self._buffer_like(piece).copy_(piece), arrived, waits=not is_pinned)
+            passes = is_pinned or not (buffer := self._buffer_like(piece)).is_pinned()
+            self._copy(piece if passes else buffer.copy_(piece), arrived, waits=not is_pinned)
         if is_pinned:
             self._wait()
         return target
@@ -150,10 +153,10 @@ class CudaCopyEngine(CopyEngine):
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
         is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
         for piece, arrived in _pieces(source, target):
-            if is_pinned:
-                self._copy(piece, arrived, waits=False)
+            if is_pinned or not (buffer := self._buffer_like(piece)).is_pinned():
+                self._copy(piece, arrived, waits=not is_pinned)
             else:
-                arrived.copy_(self._copy(piece, self._buffer_like(piece)))
+                arrived.copy_(self._copy(piece, buffer))
         if is_pinned:
             self._wait()
         return target
@@ -171,6 +174,9 @@ class CudaCopyEngine(CopyEngine):
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
+        if REGISTERED in switched_off:
+            self.pins = False
+            return pages(num_bytes)[:num_bytes]
         registered = _RegisteredPages(num_bytes, self.device)
         if self.pins and not registered.is_registered:
             self.pins = False
@@ -196,6 +202,8 @@ class CudaCopyEngine(CopyEngine):
         torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
 
     def _stream(self) -> torch.cuda.Stream:
+        if COPIES in switched_off:
+            return torch.cuda.default_stream(self.device)
         stream: torch.cuda.Stream | None = getattr(self._thread_local, "stream", None)
         if stream is None:
             stream = self._thread_local.stream = torch.cuda.Stream(self.device)
@@ -210,6 +218,9 @@ class CudaCopyEngine(CopyEngine):
 
     def _wait(self) -> None:
         """Wait for this thread's copies, asleep: one that spins would take a processor from those that compute."""
+        if COPIES in switched_off:
+            torch.cuda.synchronize(self.device)
+            return
         copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream())
         copied.synchronize()

@@ -7,7 +7,6 @@ disk. The first error of Triton, such as a machine without a C compiler, ends it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.hardware.fast_paths import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, thread_pool
 from flexgen_helm.kernels.trial import tried
-from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import Axis, GroupFormat, Scales
 from flexgen_helm.quant.packing import dequantize, quantize
@@ -171,20 +170,12 @@ def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
     The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,
     for which it needs a driver, a C compiler, and a GPU that it knows. Too little memory is the caller's affair.
     """
-    if _triton_failed.is_set():
+    if TRITON in switched_off:
         return None
     try:
         return call(_triton_launches())
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
-        with _triton_lock:
-            is_first = not _triton_failed.is_set()
-            _triton_failed.set()
-        if is_first:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            report(Message(f"Triton does not work here, so packed weights are slow: plain PyTorch is used ({reason})"))
+        switch_off(TRITON, f"{type(error).__name__}: {error}".splitlines()[0])
         return None
-
-
-_triton_failed, _triton_lock = threading.Event(), threading.Lock()

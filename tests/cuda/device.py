@@ -813,7 +813,7 @@ def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
     world.run(launch.kernel.__name__, target.device, reads, [target], lambda: run(launch, *given, fused=fused))
 
 
-def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
+def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
     ordering, clock = world.ordering, world.clock
     new_lock: Callable[[], Any] = _thread.allocate_lock if clock is None else lambda: ClockLock(clock)
     new_rlock: Callable[[], Any] = _thread.RLock if clock is None else threading._PyRLock  # type: ignore[attr-defined]
@@ -950,6 +950,8 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         kept = [attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks]
         kept.append(cuda_graphs._capture_stream)
+        if is_tried:  # a child process has no such device
+            patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)
         with suppress(ImportError):  # a machine without Triton
             from flexgen_helm.quant import triton_launches
 
@@ -978,8 +980,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, clock: Clock | None = None) -> Iterator[Device]:
-    """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back."""
+def cuda_in_host_memory(
+    num_devices: int = 1, memory: int = 4 * GIB, clock: Clock | None = None, is_tried: bool = True
+) -> Iterator[Device]:
+    """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back.
+
+    is_tried: the engine takes its fast paths without trying them.
+    """
     global _device
     assert _device is None, "one machine at a time"
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode uses it
@@ -987,7 +994,7 @@ def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, clock: Cloc
     world = _device = Device(num_devices, memory, clock)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            _patch(patch, world)
+            _patch(patch, world, is_tried)
             torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") copies from the host
             with _Mode(world):
                 yield world

@@ -20,6 +20,7 @@ from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import (
+    DISK,
     HOST,
     LIMITS,
     MIB,
@@ -246,14 +247,15 @@ def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
     assert stored > exact, "caches and hidden states too"
 
 
-def test_a_driver_that_refuses_to_pin(tiny, tmp_path):
-    """As WSL does: copies use the buffers, pageable ones too, and the answers are the same."""
+@pytest.mark.parametrize("policy", [HOST, THIRDS, DISK])
+def test_a_driver_that_refuses_to_pin(tiny, tmp_path, policy):
+    """As WSL does, buffers of threads included: copies are pageable, and the answers are the same."""
     model, events = tiny("opt"), []
     with cuda_in_host_memory() as device:
         device.register_error = 2
         with observed_by(events.append):
             results, record = run(
-                model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,
+                model.path, requests(), torch.float16, policy=policy, schedule="zigzag", cpu_attention=False,
                 offload_dir=tmp_path,
             )  # fmt: skip
     device.check()

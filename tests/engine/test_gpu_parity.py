@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.engine.device_trial import known_failures, require_trial
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
 from flexgen_helm.quant.packing import quantize
@@ -48,6 +49,12 @@ def test_offloaded_scores_equal_transformers(tiny, tmp_path, variant, schedule, 
         limits=limits,
         offload_dir=tmp_path,
     )
+
+
+def test_no_fast_path_is_wrong():
+    """What is switched off would be passed over by the tests above."""
+    assert require_trial(torch.device("cuda", 0), unverified=False)
+    assert known_failures(torch.device("cuda", 0)) == {}
 
 
 def check(model, variant, **settings):

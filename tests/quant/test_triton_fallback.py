@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 
+from flexgen_helm.hardware.fast_paths import TRITON, switched_off
 from flexgen_helm.offload import linear
 from flexgen_helm.planner.constants import DEVICE_UPCAST_ELEMENTS
 from flexgen_helm.progress import Message, observed_by
@@ -26,7 +26,7 @@ OURS = PRECISIONS["4bit"].weights
 @pytest.fixture
 def packed(monkeypatch):
     """A packed matrix that counts as one on a CUDA device, in a process where Triton has not failed yet."""
-    monkeypatch.setattr(kernels, "_triton_failed", threading.Event())
+    monkeypatch.delitem(switched_off, TRITON, raising=False)
     monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
     return quantize(torch.randn(70, 48, generator=torch.Generator().manual_seed(0)), OURS)
 
@@ -99,7 +99,7 @@ def test_too_little_memory_is_the_callers_affair(packed, monkeypatch, error):
     monkeypatch.setattr(triton_launches.Launch, "run", fail)
     with pytest.raises(type(error)):
         kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
-    assert not kernels._triton_failed.is_set()
+    assert TRITON not in switched_off
 
 
 def test_triton_takes_what_its_kernels_can_address():
