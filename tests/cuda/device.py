@@ -922,6 +922,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
             "empty_cache": world.empty_cache,
             "_sleep": lambda cycles: None,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
             "cudart": lambda: _Runtime,
             "is_current_stream_capturing": lambda: (
                 world.capture is not None and world.current_stream() == world.capture.stream
