@@ -68,11 +68,14 @@ def _figures(line: Line) -> str:
 
 
 def _speed(line: Line) -> str:
-    text = f"{line['step']:10} {line['tokens_per_s']:8.1f} tokens/s, {line['rows']} rows of {line['label']}"
+    text = (
+        f"{line['step']:10} {line['tokens_per_s']:8.1f} tokens/s, {line['rows']} rows of {line['label']}: "
+        f"{line['prefill_s']:.1f} + {line['decode_s']:.1f} s"
+    )
     if predicted := line.get("predicted"):
         measured, expected = line["latency_s"], predicted["latency_s"]
         text += (
-            f": {line['prefill_s']:.1f} + {line['decode_s']:.1f} s; predicted {predicted['prefill_s']:.1f} + "
-            f"{predicted['decode_s']:.1f}, {measured / expected:.2f} times that"
+            f"; predicted {predicted['prefill_s']:.1f} + {predicted['decode_s']:.1f}, "
+            f"{measured / expected:.2f} times that"
         )
     return text
