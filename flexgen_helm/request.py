@@ -184,7 +184,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes of tensors and staging buffers that each tier may hold; None: what the machine has, less a margin."""
+    """Bytes that each tier may hold, of a GPU the workspace included; None: what the machine has, less a margin."""
 
     gpu: int | None = None
     cpu: int | None = None

@@ -108,17 +108,15 @@ def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) ->
         "cpu": without_margin(memory.available, memory.total) // num_sharers,
         "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
-    given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
-    return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
+    return {tier: capacities[tier] if (limit := getattr(limits, tier)) is None else limit for tier in TIERS}
 
 
 def gpu_capacity(limit: int | None, device: torch.device, workspace: Workspace) -> int:
     """Return the bytes of a GPU that stay beside computing: of the limit and of what is free, there less a margin."""
     free, total = torch.cuda.mem_get_info(device)
     _warn_beyond("gpu", limit, free)
-    if limit is None:
-        return min(without_margin(free, total), workspace.room_beside(free))
-    return workspace.room_beside(min(limit, free))
+    room = workspace.room_beside(free if limit is None else min(limit, free))
+    return min(without_margin(free, total), room) if limit is None else room
 
 
 def _warn_beyond(tier: Tier, limit: int | None, free: int) -> None:

@@ -391,11 +391,9 @@ class MatrixLoader:
     def _read_packed(self, name: str) -> Tensor:
         """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
         expert = expert_of(name)
-        if expert is None:
-            with closing(self._file(name)) as file:
-                return file.read_tensor(0, *self._storage(name))
-        with closing(self._expert_file(expert)) as file:
-            return file.read_tensor(self._experts[expert][name].offset, *self._storage(name))
+        offset = 0 if expert is None else self._experts[expert][name].offset
+        with closing(self._file(name) if expert is None else self._expert_file(expert)) as file:
+            return file.read_tensor(offset, *self._storage(name))
 
 
 def _copy_tiles(

@@ -16,7 +16,7 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import (
@@ -220,16 +220,17 @@ def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, pl
 def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
     """Weights, caches and hidden states in host memory are pinned, and copied to the device from where they are.
 
-    Only keys and values of prompts, which are spread over their slots, and rows of tables go through buffers.
+    After loading, only keys and values of prompts, which are spread over their slots, and rows of tables go through
+    buffers.
     """
     model, sources = tiny("opt"), []
-    honest = CudaCopyEngine.to_device
+    honest = TransferManager.to_device
 
-    def to_device(self, source, target=None):
+    def to_device(self, source, *others):
         sources.append((source.is_pinned(), source.is_contiguous(), source.nbytes))
-        return honest(self, source, target)
+        return honest(self, source, *others)
 
-    monkeypatch.setattr(CudaCopyEngine, "to_device", to_device)
+    monkeypatch.setattr(TransferManager, "to_device", to_device)
     with cuda_in_host_memory() as device:
         _, record = run(
             model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,

@@ -51,10 +51,10 @@ def test_a_cap_of_the_program_stays_where_no_limit_is_given(tiny, cuda_device):
 def test_what_exceeds_the_limit_is_computed_in_smaller_batches(tiny, cuda_device, monkeypatch):
     monkeypatch.setattr(copy_engine, "_LEAST_LIMIT", 0)
     asked = requests(48, 100, 1)
-    for limit in (GIVEN, 3 * MIB):  # the first run also measures the products, once in a process
+    for limit in (GIVEN, 5 * MIB):  # the first run also measures the products, once in a process
         cuda_device.memory[0].peak = 0
         results, record = run(tiny("opt").path, asked, torch.float16, limits=MemoryLimits(gpu=limit))
-        assert record["halvings"] == (limit < MIB * 4) and cuda_device.memory[0].peak <= limit
+        assert record["halvings"] == (limit < GIVEN) and cuda_device.memory[0].peak <= limit
         assert_close(tiny("opt"), results, torch.float16)
 
 
