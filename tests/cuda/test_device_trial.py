@@ -14,6 +14,7 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.hardware.fast_paths import COPIES, GRAPHS, REGISTERED, TRITON
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.timeout(1200)
 # fault -> the fast path, and how it shows.
 FAULTS = {
     "wrong_kernel": (TRITON, "wrong bits"),

@@ -17,6 +17,7 @@ import torch
 import flexgen_helm
 from flexgen_helm import Policy
 from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.hardware.fast_paths import COPIES, switched_off
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
@@ -114,6 +115,7 @@ RUNS = {
     ),
     # Only experts are offloaded: what the ring marks would order them, too.
     "experts": dict(policy=Policy(3, 2, 0.4, 0.6, 1, 0, 1, 0), schedule="zigzag", variant="mixtral"),
+    "no background copies": dict(policy=Policy(3, 2, *(0.3,) * 6), schedule="zigzag", without=COPIES),
 }
 
 
@@ -137,6 +139,8 @@ def races(tiny, folder, settings) -> int:
         with_expert_slots(patch, 2)
         if page := settings.pop("page", 0):  # caches grow, as those of long answers do
             patch.setattr(RunMemory, "_page_tokens", page)
+        if path := settings.pop("without", ""):
+            patch.setitem(switched_off, path, "")
         patch.setattr(TransferManager, "to_host", late(TransferManager.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
         try:
