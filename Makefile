@@ -146,9 +146,9 @@ bench: model
 # LIMIT: seconds of all STEPS (docs/developers/cuda.md). FAKE=1: on a CUDA device in host memory. OUT: folder of results.
 LIMIT ?= 290
 STEPS ?= call1
-GPU_CHECK := $(CURDIR)/build/gpu
+GPU_CHECK := $(CURDIR)/build/gpu-package
 gpu-check:
-	rm -rf $(GPU_CHECK) && mkdir -p $(GPU_CHECK)/flexgen_helm
-	ln -s $(CURDIR)/flexgen_helm/* $(CURDIR)/benchmarks $(GPU_CHECK)/flexgen_helm/
-	PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_CHECK):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m flexgen_helm.benchmarks.gpu \
+	@mkdir -p $(GPU_CHECK)/flexgen_helm
+	@ln -sfn $(CURDIR)/flexgen_helm/* $(CURDIR)/benchmarks $(GPU_CHECK)/flexgen_helm/
+	@PYTHONSAFEPATH=1 PYTHONPATH=$(GPU_CHECK):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m flexgen_helm.benchmarks.gpu \
 	    --limit $(LIMIT) --out '$(or $(OUT),build/gpu-check)' $(if $(FAKE),--fake) $(STEPS)

@@ -113,6 +113,7 @@ class Session:
     """Runs steps one after another; what becomes of them is in results.jsonl, log.txt and table.txt in `out`."""
 
     def __init__(self, limit_s: float, out: Path, tell: Callable[[str], None], is_fake: bool = False) -> None:
+        out = out.resolve()  # tests change the working directory
         self._end, self._out, self._tell = time.monotonic() + limit_s, out, tell
         self._environment = {**os.environ, "OUT": str(out), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if is_fake:

@@ -118,6 +118,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
 
 
+def test_a_kind_that_proves_itself_first(tiny, tmp_path, monkeypatch):
+    """With a release that no table knows: on the processor in float32, whatever the device computes in."""
+    monkeypatch.setattr("flexgen_helm.engine.proof.is_proved", lambda key: False)
+    check(tiny("opt"), "opt", tmp_path, policy=THIRDS, schedule="zigzag")
+
+
 def test_hardware_without_a_gpu_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "laptop")
     with cuda_in_host_memory(), pytest.raises(UsageError, match="has 0 GPUs and --device is cuda: run"):
