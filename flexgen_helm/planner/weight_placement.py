@@ -211,8 +211,8 @@ def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> No
     if limit < vector_bytes + min(staging, sum(model.matrices.values())):
         least = least_limit(model, machine.compute_bytes)
         tier = machine.compute_tier
-        if machine.has_gpu:  # computing may have a quarter of the limit
-            least += -(-least // 3)
+        if machine.has_gpu:  # computing may have a third of the limit
+            least += -(-least // 2)
         raise MemoryLimitError(
             f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with {exact_size(least)} or more "
             f"there, for its staging and a sequence of some hundred tokens: raise {limit_flag(tier)}"

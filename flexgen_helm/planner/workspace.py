@@ -148,9 +148,9 @@ class Workspace:
         return logits + self._element * (tokens * self._config.state_size + self._upcast_elements)
 
     def room_beside(self, limit: float) -> int:
-        """Return what a limit leaves beside the workspace of a full batch, at least three quarters of it."""
+        """Return what a limit leaves beside the workspace of a full batch, at least two thirds of it."""
         full = self.layer(MAX_BATCH_TOKENS, BATCH_TOKENS, 0) + 4 * MAX_PENDING_STORE_BYTES
-        return int(limit - min(limit / 4, full))
+        return int(limit - min(limit / 3, full))
 
     def graphs(self, rows: int) -> GraphMemory:
         """Bound the bytes of the CUDA graphs of all layers, for batches of up to `rows` rows whose weights are direct.

@@ -323,6 +323,9 @@ def test_the_command_that_is_printed_runs_the_plan(flags, limits, monkeypatch):
     for name, share in policy.fractions.items():
         assert share == pytest.approx(planned["policy"][name], abs=1e-6)
     assert options.get("limits") == limits and "max_latency" not in options
+    if limits is not None and limits.gpu is not None:
+        used = planned["memory"]["gpu"]
+        assert used["peak"] + used["workspace"] <= limits.gpu, "computing is within the limit, as in an engine"
     assert ("overlap" in options) == ("--no-overlap" in flags)
     assert ("cpu_attention" in options) == ("--no-cpu-attention" in flags)
 

@@ -18,7 +18,7 @@ GIVEN = 768 * MIB
 
 
 def opened(tiny, **limits):
-    return Engine.from_pretrained(tiny("opt").path, device="cuda", limits=MemoryLimits(**limits))
+    return Engine.from_pretrained(tiny("llama").path, device="cuda", limits=MemoryLimits(**limits))
 
 
 def test_the_workspace_is_within_the_limit(tiny, cuda_device):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.names import read_model_config
@@ -248,12 +249,15 @@ def test_other_programs_are_noticed():
     assert share > 0.25 / psutil.cpu_count()
 
 
-def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog, error):
     monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
 
     def full(folder):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(machine_profile, "measure", full)
     monkeypatch.setattr(planner, "_MEASURE_FROM_S", 0.0)

@@ -202,7 +202,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("name, capability, processors, clock, memory, half, single", DEVICES)
 def test_rows_that_are_worth_reading_codes_again(name, capability, processors, clock, memory, half, single):
-    """The table of docs/developers/cuda.md; one size more is slower by the same arithmetic, written out here."""
+    """One size more is slower by the same arithmetic, written out here."""
     assert triton_launches.direct_rows(capability, processors, clock, memory, 2) == half
     assert triton_launches.direct_rows(capability, processors, clock, memory, 4) == single
     if name == "T4":  # 65 multiply-adds of each weight in float32, beside 9/16 + 2 + 2 bytes
