@@ -380,10 +380,10 @@ class PlanningProblem:
     def fused_rows(self, fmt: GroupFormat | None) -> int:
         """Return the rows of x up to which products read weights packed as `fmt` without dequantizing them."""
         processor = self.hardware.compute_processor
-        if fmt is None or not fmt.has_kernels:
+        if fmt is None or not fmt.has_kernels or fmt.axis != "out":
             return 0
         if self.hardware.gpu is None:
-            return FUSED_ROWS_ON_CPUS if fmt.axis == "out" else 0
+            return FUSED_ROWS_ON_CPUS
         has_tensor_cores = processor.has_bfloat16 and self.compute_bytes == 2
         return FUSED_ROWS_WITH_TENSOR_CORES if has_tensor_cores else FUSED_ROWS_ON_DEVICES
 

@@ -67,13 +67,13 @@ def quantized_matmul(
     """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
     The matrix is not dequantized in memory. None where dequantizing is faster or there is no kernel: more tokens than
-    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_launches` takes on a device, other bits; on the CPU, axis 'in'.
+    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_launches` takes on a device, other bits, axis 'in' (tables).
     """
-    if not fmt.has_kernels or not x.is_contiguous():
+    if not fmt.has_kernels or fmt.axis != "out" or not x.is_contiguous():
         return None
     if _is_for_triton(packed, x):
         return _with_triton(lambda kernels: kernels.matmul(x, packed, fmt, rows, bias))
-    if fmt.axis != "out" or x.shape[0] > QUANTIZED_MATMUL_ROWS:
+    if x.shape[0] > QUANTIZED_MATMUL_ROWS:
         return None
     numba = _numba_kernels() if _on_cpu(packed, x) else None
     if numba is None:
@@ -96,7 +96,7 @@ def _product(numba: ModuleType, x: Tensor, packed: Tensor, fmt: GroupFormat, row
 
 def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
     """Return the most rows of x whose product with a packed matrix on a CUDA device needs no dequantized one."""
-    if not fmt.has_kernels or device.type != "cuda":
+    if not fmt.has_kernels or fmt.axis != "out" or device.type != "cuda":
         return 0
     return _with_triton(lambda kernels: kernels.most_rows(device, dtype)) or 0
 

@@ -5,8 +5,8 @@ group; with 8 bits byte row j + group / 2 holds the latter. Every kernel takes a
 those of the high half with them, so that it reads each byte once.
 
     dequantize   one launch a matrix; bits equal those of plain torch (`arithmetic.from_codes`, no fused multiply-add)
-    matvec       one or two rows of x: multiply-adds in float32
-    tiles        more rows of x: tensor cores, with weights rounded to the dtype of x, as dequantizing rounds them
+    matvec       axis 'out': one or two rows of x: multiply-adds in float32
+    tiles        axis 'out': more rows of x, by tensor cores; weights are rounded to its dtype, as dequantizing does
 
 A product may split its columns over programs that write partial sums in float32; `join` adds them. No atomics are
 used, so equal calls give equal bits. `quant.triton_launches` chooses the constants and launches.
@@ -113,7 +113,9 @@ def dequantize_in(
     code_bytes: tl.constexpr = group * bits // 8
     groups = tl.cdiv(width, group)
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
-    number, lane = _places(tl.program_id(1), lanes, chunks, vector)
+    per_group: tl.constexpr = lanes // vector
+    chunk = (tl.program_id(1) * chunks + tl.arange(0, chunks))[None, :, None]
+    number, lane = chunk // per_group, chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
     inside = (row < rows) & (number < groups)
     data = packed + row * stripe_bytes
     numbers, index = data + groups * code_bytes, (1 + pairs) * number
@@ -125,14 +127,6 @@ def dequantize_in(
     at = out + row * width + column
     tl.store(at, low * scale + offset, mask=inside & (column < width))
     tl.store(at + half, high * scale + offset, mask=inside & (column + half < width))
-
-
-@triton.jit
-def _places(step: tl.tensor, lanes: tl.constexpr, chunks: tl.constexpr, vector: tl.constexpr) -> Any:
-    """Axis 'in': group numbers [1, chunks, 1] and byte rows [1, chunks, vector] of a program's step along a row."""
-    per_group: tl.constexpr = lanes // vector
-    chunk = (step * chunks + tl.arange(0, chunks))[None, :, None]
-    return chunk // per_group, chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
 
 
 @triton.jit
@@ -153,7 +147,7 @@ def _store(
 
 
 @triton.jit
-def matvec_out(
+def matvec(
     x: tl.tensor,
     packed: tl.tensor,
     scales: tl.tensor,
@@ -174,7 +168,7 @@ def matvec_out(
     chunks: tl.constexpr,
     vector: tl.constexpr,
 ) -> None:
-    """Axis 'out': one stripe. y[t, r] = code[r] (scale x[t]) + offset x[t], summed apart.
+    """One stripe. y[t, r] = code[r] (scale x[t]) + offset x[t], summed apart.
 
     A thread keeps `vector` neighbouring columns of every byte row, so that it reads and multiplies their scales once.
     """
@@ -208,60 +202,7 @@ def matvec_out(
 
 
 @triton.jit
-def matvec_in(
-    x: tl.tensor,
-    packed: tl.tensor,
-    scales: tl.tensor,
-    zero_points: tl.tensor,
-    bias: tl.tensor,
-    y: tl.tensor,
-    tokens: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    stripe_bytes: tl.tensor,
-    split_steps: tl.tensor,
-    group: tl.constexpr,
-    bits: tl.constexpr,
-    lanes: tl.constexpr,
-    pairs: tl.constexpr,
-    has_bias: tl.constexpr,
-    padded_tokens: tl.constexpr,
-    chunks: tl.constexpr,
-    vector: tl.constexpr,
-    block_rows: tl.constexpr,
-) -> None:
-    """Axis 'in': `block_rows` rows. y[t, r] = sum over groups of scale (code x[t]) + offset (sum of x[t])."""
-    half: tl.constexpr = group // 2
-    code_bytes: tl.constexpr = group * bits // 8
-    groups = tl.cdiv(width, group)
-    split = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_4d = row[None, :, None, None]
-    token = tl.arange(0, padded_tokens)
-    of_token = token[:, None, None, None]
-    data = packed + row_4d * stripe_bytes
-    numbers = data + groups * code_bytes
-    total = tl.zeros((padded_tokens, block_rows, chunks), tl.float32)
-    first = split * split_steps
-    for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(groups * (lanes // vector), chunks))):
-        number, lane = _places(step, lanes, chunks, vector)
-        number, lane = number[None, :, :, :], lane[None, :, :, :]
-        inside = (row_4d < rows) & (number < groups)
-        codes_at = data + (number * code_bytes + lane)
-        low, high = _codes(codes_at, codes_at + half, inside & (lane < half), bits)
-        index = (1 + pairs) * number
-        scale, offset = _scale_and_offset(numbers, index, index + 1, inside, scales, zero_points, pairs)
-        column = number * group + lane
-        given, inside = x + of_token * width + column, (of_token < tokens) & (lane < half)
-        x_low = tl.load(given, mask=inside & (column < width), other=0.0).to(tl.float32)
-        x_high = tl.load(given + half, mask=inside & (column + half < width), other=0.0).to(tl.float32)
-        total += tl.sum((low * x_low + high * x_high) * scale + offset * (x_low + x_high), 3)
-    target = y + split.to(tl.int64) * tokens * rows
-    _store(target, bias, tl.sum(total, 2), row[None, :], token[:, None], rows, (token < tokens)[:, None], has_bias)
-
-
-@triton.jit
-def tiles_out(
+def tiles(
     x: tl.tensor,
     packed: tl.tensor,
     scales: tl.tensor,
@@ -282,7 +223,7 @@ def tiles_out(
     block: tl.constexpr,
     block_stripes: tl.constexpr,
 ) -> None:
-    """Axis 'out': `block_stripes` stripes; their low and high halves are two products with the same x."""
+    """`block_stripes` stripes; their low and high halves are two products with the same x."""
     half: tl.constexpr = group // 2
     code_bytes: tl.constexpr = group * bits // 8
     byte_rows: tl.constexpr = block_stripes * lanes
@@ -320,63 +261,6 @@ def tiles_out(
     row, inside = (stripe_of_row * group + j)[:, None], (j < half)[:, None] & (token < tokens)[None, :]
     _store(target, bias, low_sum, row, token[None, :], rows, inside, has_bias)
     _store(target, bias, high_sum, row + half, token[None, :], rows, inside, has_bias)
-
-
-@triton.jit
-def tiles_in(
-    x: tl.tensor,
-    packed: tl.tensor,
-    scales: tl.tensor,
-    zero_points: tl.tensor,
-    bias: tl.tensor,
-    y: tl.tensor,
-    tokens: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    stripe_bytes: tl.tensor,
-    split_steps: tl.tensor,
-    group: tl.constexpr,
-    bits: tl.constexpr,
-    lanes: tl.constexpr,
-    pairs: tl.constexpr,
-    has_bias: tl.constexpr,
-    padded_tokens: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_groups: tl.constexpr,
-) -> None:
-    """Axis 'in': `block_rows` rows; the low and the high halves of their groups multiply different columns of x."""
-    half: tl.constexpr = group // 2
-    code_bytes: tl.constexpr = group * bits // 8
-    block: tl.constexpr = block_groups * lanes
-    groups = tl.cdiv(width, group)
-    split = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    data = packed + row * stripe_bytes
-    numbers = (data + groups * code_bytes)[:, None]
-    index = tl.arange(0, block)
-    token = tl.arange(0, padded_tokens)
-    total = tl.zeros((block_rows, padded_tokens), tl.float32)
-    first = split * split_steps
-    for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(groups, block_groups))):
-        number = step * block_groups + tl.arange(0, block_groups)
-        number_of_byte, j = step * block_groups + index // lanes, index % lanes
-        whole = (number_of_byte < groups) & (j < half)
-        at = data[:, None] + (number_of_byte * code_bytes + j)[None, :]
-        low, high = _codes(at, at + half, (row < rows)[:, None] & whole[None, :], bits)
-        inside = (row < rows)[:, None] & (number < groups)[None, :]
-        of_pair = ((1 + pairs) * number)[None, :]
-        scale, offset = _scale_and_offset(numbers, of_pair, of_pair + 1, inside, scales, zero_points, pairs)
-        scale = tl.broadcast_to(scale[:, :, None], (block_rows, block_groups, lanes))
-        offset = tl.broadcast_to(offset[:, :, None], (block_rows, block_groups, lanes))
-        scale, offset = tl.reshape(scale, (block_rows, block)), tl.reshape(offset, (block_rows, block))
-        column = number_of_byte * group + j
-        given, of_token = x + token[None, :] * width + column[:, None], (token < tokens)[None, :] & whole[:, None]
-        x_low = tl.load(given, mask=of_token & (column < width)[:, None], other=0.0)
-        x_high = tl.load(given + half, mask=of_token & (column + half < width)[:, None], other=0.0)
-        total = tl.dot((low * scale + offset).to(x_low.dtype), x_low, total, input_precision="ieee")
-        total = tl.dot((high * scale + offset).to(x_high.dtype), x_high, total, input_precision="ieee")
-    target = y + split.to(tl.int64) * tokens * rows
-    _store(target, bias, total, row[:, None], token[None, :], rows, (token < tokens)[None, :], has_bias)
 
 
 @triton.jit

@@ -141,45 +141,36 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
 def plan_product(
     fmt: GroupFormat, tokens: int, rows: int, width: int, dtype: torch.dtype, has_bias: bool, device: Device
 ) -> Launch:
-    """Plan the launch that multiplies x [tokens, width] in `dtype` by a packed matrix [rows, width].
+    """Plan the launch that multiplies x [tokens, width] in `dtype` by a packed matrix [rows, width] of axis 'out'.
 
     tokens: at most `TILE_TOKENS`.
     """
     has_tensor_cores = device.has_tensor_cores and dtype.itemsize == 2
     tile_columns = _TENSOR_CORE_COLUMNS if has_tensor_cores else _FMA_COLUMNS
-    axis_out, padded = fmt.axis == "out", _power_of_two(tokens)
+    padded = _power_of_two(tokens)
     constants = _format_constants(fmt)
     lanes, most_splits = constants["lanes"], partial_splits(fmt, tokens, rows, width)
     kernel: Any
-    if padded * (lanes if axis_out else 16) <= _THREAD_SUMS:
-        vector = min(_VECTOR_BYTES // dtype.itemsize, _THREAD_CODES // (lanes * padded) if axis_out else lanes)
-        row_block = fmt.group_size if axis_out else 8 // padded
-        row_chunks = triton.cdiv(width, vector) if axis_out else fmt.stripe_groups(width) * (lanes // vector)
-        programs, warps_wanted = triton.cdiv(rows, row_block), _MATVEC_WARPS * device.processors
+    if padded * lanes <= _THREAD_SUMS:
+        vector = min(_VECTOR_BYTES // dtype.itemsize, _THREAD_CODES // (lanes * padded))
+        chunks = triton.cdiv(width, vector)
+        programs, warps_wanted = fmt.num_stripes(rows), _MATVEC_WARPS * device.processors
         # Warps of a program share the columns of a step: that needs no partial sums in memory.
-        warps = min(8, _power_of_two(triton.cdiv(warps_wanted, programs)), _power_of_two(triton.cdiv(row_chunks, 32)))
-        steps = triton.cdiv(row_chunks, 32 * warps)
-        kernel = triton_kernels.matvec_out if axis_out else triton_kernels.matvec_in
+        warps = min(8, _power_of_two(triton.cdiv(warps_wanted, programs)), _power_of_two(triton.cdiv(chunks, 32)))
+        kernel, steps = triton_kernels.matvec, triton.cdiv(chunks, 32 * warps)
         constants |= {"chunks": 32 * warps, "vector": vector}
-        constants |= {} if axis_out else {"block_rows": row_block}
     else:
         warps, padded = 4, max(padded, min(tile_columns))
         warps_wanted, block = 2 * warps * device.processors, tile_columns[padded]
         # Smaller tiles where the bound on partial sums would leave processors idle.
-        stripe_rows = fmt.group_size if axis_out else 1
-        stripes = max(1, _TILE_ROWS // (lanes if axis_out else max(1, lanes // block)))  # a step takes whole groups
-        while stripes * lanes > 16 and stripes > (1 if axis_out else 16):
-            if triton.cdiv(rows, stripes * stripe_rows) * most_splits >= device.processors:
+        stripes = max(1, _TILE_ROWS // lanes)
+        while stripes > 1 and stripes * lanes > 16:
+            if triton.cdiv(rows, stripes * fmt.group_size) * most_splits >= device.processors:
                 break
             stripes //= 2
-        programs = triton.cdiv(rows, stripes * stripe_rows)
-        if axis_out:
-            kernel, steps = triton_kernels.tiles_out, triton.cdiv(width, block)
-            constants |= {"block": block, "block_stripes": stripes}
-        else:
-            groups = max(1, block // lanes)
-            kernel, steps = triton_kernels.tiles_in, triton.cdiv(fmt.stripe_groups(width), groups)
-            constants |= {"block_rows": stripes, "block_groups": groups}
+        programs = triton.cdiv(rows, stripes * fmt.group_size)
+        kernel, steps = triton_kernels.tiles, triton.cdiv(width, block)
+        constants |= {"block": block, "block_stripes": stripes}
     # Joining partial sums is one more launch, so half of the warps are enough.
     splits = min(triton.cdiv(warps_wanted, programs * warps), steps, most_splits)
     splits = splits if 2 * programs * warps < warps_wanted else 1

@@ -23,7 +23,7 @@ def run(launch: Launch, *arguments: Any, fused: bool) -> None:
         total = partial[:splits].sum(0)
         y.copy_(total + bias.float() if given["has_bias"] else total)
         return
-    axis, scales = "out" if name.endswith("_out") else "in", "pair" if given["pairs"] else "word"
+    axis, scales = "in" if name.endswith("_in") else "out", "pair" if given["pairs"] else "word"
     fmt = GroupFormat(4, given["group"], axis, scales)
     if name.startswith("dequantize"):
         packed, out, _, _, rows, width, _ = arguments

@@ -31,7 +31,7 @@ ALL = [
     for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS, EIGHT, EIGHT_IN)
     for tokens in TOKENS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    if capability >= 80 or dtype != torch.bfloat16
+    if (capability >= 80 or dtype != torch.bfloat16) and (fmt.axis == "out" or not tokens)
 ]
 # Each kernel once for every GPU, and what takes the most registers.
 QUICK = [(capability, OURS, tokens, torch.float16) for capability in SHARED_MEMORY for tokens in (0, 1, 8)]
@@ -42,7 +42,7 @@ QUICK += [
     (75, OURS, 64, torch.float16),
     (75, EIGHT, 1, torch.float16),
     (80, EIGHT, 64, torch.float16),
-    (80, EIGHT_IN, 8, torch.float16),
+    (80, EIGHT_IN, 0, torch.float16),
 ]
 
 
@@ -152,7 +152,7 @@ def test_launches_are_made_on_the_tensors_device(monkeypatch, undescribed_device
     assert triton_launches._describe(second) == triton_launches.Device(132, has_tensor_cores=True), "it does not say"
 
 
-@pytest.mark.parametrize("fmt", [OURS, PAPER, ALONG_WORDS, ALONG_PAIRS], ids=str)
+@pytest.mark.parametrize("fmt", [OURS, PAPER], ids=str)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fmt, tokens):
     """It takes the place of a launch on devices in host memory, so that all host code of the kernels runs there."""
