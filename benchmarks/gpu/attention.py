@@ -12,7 +12,7 @@ import torch
 from flexgen_helm.benchmarks import kernels
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.benchmarks.gpu.step import FAKE, part
-from flexgen_helm.models.attention import AttentionConfig, _attend, _fused_kernel, additive_mask
+from flexgen_helm.models.attention import AttentionConfig, attend, _fused_kernel, additive_mask
 
 # Sequences, heads, queries, keys, elements of a head; whether it is causal; whether a mask hides keys.
 _SHAPES = {
@@ -47,7 +47,7 @@ def _attention(
         hidden[..., 1:] = torch.rand(batch, 1, 1, keys - 1, device="cuda") < 0.3
         mask = additive_mask(hidden, dtype)
     config = AttentionConfig(dim**-0.5)
-    attend = partial(_attend, q, k, v, config, is_causal=is_causal, mask=mask)
+    attend = partial(attend, q, k, v, config, is_causal=is_causal, mask=mask)
     out, lse = attend()
     if is_causal:
         hidden |= torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(1)
