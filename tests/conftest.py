@@ -124,6 +124,13 @@ def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def all_fast_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of a GPU take each of its fast paths: one that is wrong shall fail them."""
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)
+
+
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's least size is more than all weights of a tiny model."""

@@ -12,7 +12,7 @@ import torch
 from flexgen_helm.benchmarks import kernels
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.benchmarks.gpu.step import FAKE, part
-from flexgen_helm.models.attention import AttentionConfig, attend, _fused_kernel, additive_mask
+from flexgen_helm.models.attention import AttentionConfig, _fused_kernel, additive_mask, attend
 
 # Sequences, heads, queries, keys, elements of a head; whether it is causal; whether a mask hides keys.
 _SHAPES = {
@@ -47,8 +47,8 @@ def _attention(
         hidden[..., 1:] = torch.rand(batch, 1, 1, keys - 1, device="cuda") < 0.3
         mask = additive_mask(hidden, dtype)
     config = AttentionConfig(dim**-0.5)
-    attend = partial(attend, q, k, v, config, is_causal=is_causal, mask=mask)
-    out, lse = attend()
+    call = partial(attend, q, k, v, config, is_causal=is_causal, mask=mask)
+    out, lse = call()
     if is_causal:
         hidden |= torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(1)
     scores = torch.matmul(q.double(), k.double().transpose(-2, -1)) * config.scale
@@ -59,7 +59,7 @@ def _attention(
     lse_error = float((lse.double() - exact_lse).abs().max())
     bound, lse_bound = _BOUNDS[dtype]
     assert error < bound and lse_error < lse_bound, f"error {error:.2g}, of the log-sum-exp {lse_error:.2g}"
-    spent = median(time_calls([attend] * (1 if FAKE else 20), 3, torch.cuda.synchronize))
+    spent = median(time_calls([call] * (1 if FAKE else 20), 3, torch.cuda.synchronize))
     kernel = getattr(_fused_kernel(q, mask), "__name__", "formula")
     rate = 2 * k.nbytes / spent / 1e9
     return {"kernel": kernel, "relative_error": error, "lse_error": lse_error, "us": 1e6 * spent, "kv_gb_s": rate}

@@ -26,6 +26,25 @@ def describe() -> None:
     part("host memory", _page_rates)
 
 
+def try_fast_paths() -> None:
+    """Have the engine's own trial of the device, which the engines of later steps find done."""
+    part("fast paths", _fast_paths)
+
+
+def _fast_paths() -> dict[str, Any]:
+    import torch
+
+    from flexgen_helm.engine.device_trial import known_failures, require_trial
+
+    if FAKE:
+        return {"left_out": "a child process has no device in host memory"}
+    device = torch.device("cuda", 0)
+    require_trial(device, unverified=False)
+    if failed := known_failures(device):
+        raise RuntimeError(f"switched off: {failed}")
+    return {"failed": failed}
+
+
 def _versions() -> dict[str, Any]:
     found = {"python": sys.version.split()[0]}
     for name in _LIBRARIES:

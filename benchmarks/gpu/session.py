@@ -61,6 +61,7 @@ def _tests(needs: int, most: int, quick: str, *tests: str) -> Step:
 
 STEPS = {
     "env": Step(5, 30, "machine.describe"),
+    "trial": Step(30, 90, "machine.try_fast_paths"),
     "profile": Step(20, 100, "speed.profile"),
     "link": Step(10, 60, "link.measure"),
     "tests": _tests(
@@ -93,7 +94,7 @@ STEPS = {
 }
 GROUPS = {
     "correct": ("tests", "parity", "races"),
-    "call1": ("env", "link", "correct", "perf67", "acc67", "kernels"),
+    "call1": ("env", "link", "trial", "correct", "perf67", "acc67", "kernels"),
     "call2": ("perf30", "acc30", "resident67", "hf67", "slowlink", "t4", "packed30"),
     "speed": ("env", "link", "kernels", "perf67", "acc67", "call2"),
 }

@@ -52,7 +52,7 @@ def test_offloaded_scores_equal_transformers(tiny, tmp_path, variant, schedule, 
 
 
 def test_no_fast_path_is_wrong():
-    """What is switched off would be passed over by the tests above."""
+    """By the trial that users' first engine has."""
     assert require_trial(torch.device("cuda", 0), unverified=False)
     assert known_failures(torch.device("cuda", 0)) == {}
 
