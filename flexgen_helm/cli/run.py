@@ -77,7 +77,9 @@ def run_and_show(
     _check_memory(given, engine)
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
-        outcome = _run(arguments, engine, cluster)
+        # HELM takes the last of a list's flag: the one that has all.
+        joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
+        outcome = _run([*arguments, *joined], engine, cluster)
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, Path(given.output_path or DEFAULT_OUTPUT))
     if log is not None:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
+from flexgen_helm.cli.app import app
 from flexgen_helm.cli.engine_flags import complete_dummy_weights, to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
@@ -20,7 +22,7 @@ from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.units import size_argument
-from tests.helpers.flags import options_of
+from tests.helpers.flags import options_of, record_suites
 
 COMMANDS = [
     "",
@@ -185,6 +187,38 @@ def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.strip()
     assert "Traceback" not in captured.err
+
+
+def test_an_option_of_one_value_is_given_once(monkeypatch, capsys):
+    """All options of all commands, but those that take several values and are joined."""
+    calls, known = record_suites(monkeypatch), 0
+    for name, command in typer.main.get_command(app).commands.items():
+        for param in command.params:
+            takes_one = not (param.param_type_name == "argument" or param.is_flag or param.multiple or param.count)
+            if takes_one and not str(param.metavar).endswith("…"):
+                option, known = max(param.opts, key=len), known + 1
+                words = ["-r", "gsm:model=flexgen/opt-125m"] if name == "run" else []
+                assert cli.main([name, option, "1", *words, f"{option}=2"]) == 2
+                assert f"{option} is given twice" in capsys.readouterr().err
+    assert known > 100 and not calls
+
+
+def test_entries_given_twice_are_all_run(monkeypatch):
+    from helm.benchmark.run import build_parser
+
+    calls = record_suites(monkeypatch)
+    entries = [f"{name}:model=flexgen/opt-125m" for name in ("simple_mcqa", "simple_mcqa_scored", "gsm")]
+    words = ["-r", entries[0], entries[1], "-m", "1", f"--run-entries={entries[2]}"]
+    assert cli.main(["run", *words]) == 0
+    ((passed, _),) = calls
+    assert build_parser().parse_args([*passed, "--suite", "s"]).run_entries == entries
+    assert cli.main(["run", *words, "-r", "no_such_scenario:model=flexgen/opt-125m"]) == 2, "all are checked"
+    assert len(calls) == 1
+
+
+def test_arguments_of_lm_eval_are_given_once(capsys):
+    assert cli.main(["lm-eval", "--tasks", "a", "--limit=5", "--tasks", "b", "--limit", "7"]) == 2
+    assert "--limit is given twice" in capsys.readouterr().err
 
 
 def fail_with(monkeypatch, error):
