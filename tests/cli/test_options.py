@@ -21,7 +21,7 @@ from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, Usag
 from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import size_argument
+from flexgen_helm.units import size_argument, spelled_duration
 from tests.helpers.flags import options_of, record_suites
 
 COMMANDS = [
@@ -134,6 +134,13 @@ def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
     parsed = Policy.parse(str(policy))
     assert (parsed.gpu_batch_size, parsed.num_gpu_batches) == (batch, batches)
     assert parsed.fractions == pytest.approx(policy.fractions, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(4.21, "4.21 s"), (559, "9 min 19 s"), (99_480, "27 h 38 min"), (2_010_120, "23 d 6 h")]
+)
+def test_a_duration_has_two_units_that_people_can_picture(seconds, text):
+    assert spelled_duration(seconds) == text
 
 
 @pytest.mark.parametrize(

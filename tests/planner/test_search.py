@@ -297,6 +297,12 @@ def test_a_plan_says_why_and_what_would_help():
     assert not refused.solution.prediction.feasible and "misses" in refused.why and not refused.to_json()["feasible"]
 
 
+@pytest.mark.parametrize("machine, name", [("rtx3090", "GPU"), ("laptop", "processor")])
+def test_what_computes_is_named(machine, name):
+    made = make_plan(planning_problem(config("opt-1.3b"), load_profile(machine), Workload.uniform(128, 8, 100)))
+    assert f"A {name} twice as fast" in made.why and f"depends most on the {name}" in made.why
+
+
 def test_a_frontier_rises_and_can_be_drawn():
     problem = small(64, 150, endless=True)
     found = frontier_points(problem, 5)
