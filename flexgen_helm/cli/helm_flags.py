@@ -59,7 +59,12 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
     HelmFlag(
         ("-m", "--max-eval-instances"), "N", "Most instances per scenario; run cannot do without.", "100", type=int
     ),
-    HelmFlag(("--suite",), "NAME", "Name of this suite, for report and compare. Default: the date.", "first"),
+    HelmFlag(
+        ("--suite",),
+        "NAME",
+        "Name of this suite, for report and compare. Default: default, where unnamed runs mix.",
+        "first",
+    ),
     HelmFlag(("-o", "--output-path"), "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
     HelmFlag(("--models-to-run",), "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
     HelmFlag(("--groups-to-run",), "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),

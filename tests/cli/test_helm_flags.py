@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 
 import pytest
@@ -37,6 +38,16 @@ def test_the_flags_are_those_of_helms_parser():
     assert set(differences((*HELM_FLAGS, HelmFlag(("--invented",), None, "")), parser)) == {"--invented"}
     as_switch = tuple(flag._replace(metavar=None) if "--suite" in flag.names else flag for flag in HELM_FLAGS)
     assert set(differences(as_switch, parser)) == {"--suite"}
+
+
+def test_the_defaults_that_are_told_are_helms():
+    from helm.benchmark.run import build_parser
+
+    told = {flag.names: re.search(r"Default: ([\w-]+)", flag.help) for flag in HELM_FLAGS}
+    actions = {tuple(action.option_strings): action.default for action in build_parser()._actions}
+    assert {names: found[1] for names, found in told.items() if found} == {
+        names: str(actions[names]) for names, found in told.items() if found
+    }
 
 
 @pytest.mark.parametrize("columns", ["80", "100"])
