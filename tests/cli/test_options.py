@@ -23,6 +23,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.units import size_argument, spelled_duration
 from tests.helpers.flags import options_of, record_suites
+from tests.helpers.small_disks import read_only
 
 COMMANDS = [
     "",
@@ -221,6 +222,30 @@ def test_entries_given_twice_are_all_run(monkeypatch):
     assert build_parser().parse_args([*passed, "--suite", "s"]).run_entries == entries
     assert cli.main(["run", *words, "-r", "no_such_scenario:model=flexgen/opt-125m"]) == 2, "all are checked"
     assert len(calls) == 1
+
+
+def test_a_suite_has_one_writer(monkeypatch, tmp_path):
+    """A second run while the first one computes; without a home that can be written, nobody is refused."""
+    from flexgen_helm.plugin import suite
+
+    home, words = tmp_path / "home", ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--suite"]
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    codes = {}
+
+    def run_suite(argv, options=None, ray=None):
+        if not codes:
+            codes["first"] = None
+            codes.update({name: cli.main([*words, name]) for name in ("mine", "other")})
+        return suite.SuiteOutcome(0)
+
+    monkeypatch.setattr(suite, "run_suite", run_suite)
+    assert cli.main([*words, "mine"]) == 0 and (codes["mine"], codes["other"]) == (2, 0)
+    log = "".join(file.read_text() for file in (home / "logs").iterdir())
+    assert "another run writes benchmark_output/runs/mine now; wait until it has ended" in log
+    assert cli.main([*words, "mine"]) == 0
+    with read_only(home):
+        assert cli.main([*words, "mine"]) == 0
 
 
 def test_arguments_of_lm_eval_are_given_once(capsys):
