@@ -270,6 +270,9 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
     with pytest.raises(UsageError, match="there is no such file"):
         check_arguments(parse_helm_flags(["-c", "no/such/file"]))
+    (tmp_path / "models.yaml").write_text("mine: /models/mine\n")
+    with pytest.raises(UsageError, match=r"models\.yaml has no run entries.*goes into FLEXGEN_HELM_MODELS"):
+        check_arguments(parse_helm_flags(["-c", str(tmp_path / "models.yaml")]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
