@@ -204,7 +204,13 @@ def _data() -> Finding:
     if not folder.is_dir():
         remedy = "Name an existing folder in FLEXGEN_HELM_DATA, or unset it."
         return Finding("failed", f"FLEXGEN_HELM_DATA names {folder}, which is no folder", remedy)
-    return Finding("ok", f"{folder} ({', '.join(sorted(path.name for path in folder.iterdir()))})")
+    from flexgen_helm.runs.data import LAMBADA, WIKITEXT
+
+    files = {path.name for path in folder.iterdir()}
+    found = f"{folder} has {' and '.join(sorted(files & {LAMBADA, WIKITEXT})) or 'nothing that is looked for there'}"
+    if unused := sorted(files - {LAMBADA, WIKITEXT}):
+        found += f"; {', '.join(unused)} is not read there: HELM's data belongs into benchmark_output/scenarios"
+    return Finding("ok", found)
 
 
 def _weights() -> Finding:

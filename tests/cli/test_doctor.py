@@ -83,6 +83,15 @@ def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
     assert "uninstall torchvision" in found["torchvision"]["remedy"]
 
 
+def test_only_data_that_is_read_is_listed(own_home, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "mmlu").mkdir(parents=True)
+    elsewhere = "; mmlu is not read there: HELM's data belongs into benchmark_output/scenarios"
+    for has in ("nothing that is looked for there", "wikitext-2-raw-test.txt"):
+        assert doctor(capsys)["offline data"]["found"] == f"{tmp_path / 'data'} has {has}{elsewhere}"
+        (tmp_path / "data" / "wikitext-2-raw-test.txt").touch()
+
+
 def test_doctor_for_people(own_home, capsys):
     assert cli.main(["doctor"]) == 0
     assert "journal" in capsys.readouterr().out
