@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import locale
 import os
 import shlex
 import sys
@@ -73,6 +75,9 @@ def run_and_show(
 ) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UsageError(f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set PYTHONUTF8=1")
     split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):

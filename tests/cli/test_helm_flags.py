@@ -69,6 +69,12 @@ def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypat
     assert calls == [(argv, {"device": "cpu"})]
 
 
+def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
+    words = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--dummy-weights")
+    refused = run_script(*words, LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert refused.code == 2 and not refused.heavy and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
+
+
 def test_h_is_help():
     shown = run_script("run", "-r", "x", "-h")
     assert shown.code == 0 and "─ HELM ─" in shown.out and not shown.heavy
