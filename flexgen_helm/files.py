@@ -26,7 +26,7 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
-def require_writable(path: Path, name: str) -> None:
+def require_writable(path: Path, name: str, remedy: str = "") -> None:
     """Refuse a folder in which no file can be made; nothing is left there. name: of what the user gave."""
     blocked = next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None)
     if blocked is not None:
@@ -35,7 +35,7 @@ def require_writable(path: Path, name: str) -> None:
         with tempfile.TemporaryFile(dir=existing_folder(path)):
             pass
     except OSError as error:
-        raise UsageError(f"{name} {path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{name} {path} cannot be written: {error.strerror}{remedy and f'; {remedy}'}") from error
 
 
 def replace_text(path: Path, text: str) -> None:

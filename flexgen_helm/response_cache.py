@@ -91,9 +91,12 @@ def decode_result(text: object) -> GenerationResult:
 class ResponseCache:
     """Results by request key in one SQLite file. Used by one thread at a time; safe among any number of processes."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version."""
-        self.path = path
+    def __init__(self, path: Path, model: str = "") -> None:
+        """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version.
+
+        model: whose answers these are, for people.
+        """
+        self.path, self._model = path, model
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -112,6 +115,8 @@ class ResponseCache:
             self._connection.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
+            if self._model:
+                self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,))
         (version,) = self._connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
         if version != SCHEMA_VERSION:
             raise ResponseCacheError(
@@ -166,14 +171,14 @@ class ResponseWriter:
     given up with a warning: results are then computed, and not stored.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """path: the cache's file; None stores nothing."""
+    def __init__(self, path: Path | None, model: str) -> None:
+        """path: the cache's file; None stores nothing. model: as of `ResponseCache`."""
         self._pending: dict[str, GenerationResult] = {}
         self._timer: threading.Timer | None = None  # runs while something is pending
         self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
         with self._given_up_on_error():
-            self._cache = ResponseCache(path) if path is not None else None
+            self._cache = ResponseCache(path, model) if path is not None else None
 
     @contextmanager
     def _given_up_on_error(self) -> Iterator[None]:

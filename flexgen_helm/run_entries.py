@@ -32,7 +32,7 @@ from flexgen_helm.checkpoint.names import (
     resolve,
 )
 from flexgen_helm.errors import UsageError
-from flexgen_helm.suggestions import closest, listed
+from flexgen_helm.suggestions import closest, listed, question
 
 # By name, because importing the class would bring HELM's client machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
@@ -134,6 +134,11 @@ def given_entries(given: Namespace) -> list[str]:
             found = conf_file(path)
             with suppress(OSError, ValueError):  # HELM says why it cannot be read
                 run_entries += read_conf(found)
+                if not re.search(r"\b(entries|include)\b", found.read_text(encoding="utf-8")):
+                    raise UsageError(
+                        f"-c {path} has no run entries; `flexgen-helm entries` lists some, and a file that names "
+                        "models goes into FLEXGEN_HELM_MODELS"
+                    )
     return run_entries
 
 
@@ -228,10 +233,9 @@ def _check_scenario_arguments(run_entry: str) -> None:
     ]
     unknown = [key for key in given if key not in names and key not in expanders]
     if unknown and function.args.kwarg is None:
-        close = closest(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
-        question = f"did you mean {listed(close)}? it" if close else "it"
+        meant = question(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
         raise UsageError(
-            f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; {question} takes "
+            f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; {meant}it takes "
             f"{', '.join(names) or 'no arguments of its own'}"
         )
     missing = [name for name in required if name not in given]
@@ -261,9 +265,9 @@ def _check_scenario(name: str) -> None:
     known = run_spec_names() | _registered()
     if name in known or not known:
         return
-    close = closest(name, known)
-    question = f"did you mean {listed(close)}? " if close else ""
-    raise UsageError(f"the scenario {name!r} is not known; {question}`flexgen-helm entries` lists run entries")
+    raise UsageError(
+        f"the scenario {name!r} is not known; {question(name, known)}`flexgen-helm entries` lists run entries"
+    )
 
 
 def _registered() -> frozenset[str]:

@@ -38,6 +38,7 @@ class StoredItem:
     name: path below the state folder, or the whole path in another offload directory.
     num_bytes: on the disk, of all its files.
     last_used: seconds since 1970: the latest change or reading of a file, as far as the file system notes it.
+    model: whose answers it has; '' where that is not known, or the name says it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StoredItem:
     num_bytes: int
     last_used: float
     is_in_use: bool
+    model: str = ""
 
 
 def stored_items(home: Path, offload_dir: Path | None = None) -> list[StoredItem]:
@@ -61,11 +63,20 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> list[StoredItem
                 used, num_bytes = max(used, status.st_atime, status.st_mtime), num_bytes + status.st_blocks * 512
         name = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
         in_use = any(_is_inside(file, path) for file in open_files) or not _can_be_locked(path, kind, home)
+        model = _model(path) if kind == "answers" else ""
         if path.is_file():  # a look at its lock is no use
             with suppress(OSError):
                 os.utime(path, (status.st_atime, status.st_mtime))
-        items.append(StoredItem(name, path, kind, num_bytes, used, in_use))
+        items.append(StoredItem(name, path, kind, num_bytes, used, in_use, model))
     return sorted(items, key=lambda item: (-item.num_bytes, item.name))
+
+
+def _model(path: Path) -> str:
+    """Return the model that a response cache names; '' for one that does not, or cannot be read now."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=0)) as connection:
+        found = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
+        return str(found[0]) if found else ""
+    return ""
 
 
 def select(items: Sequence[StoredItem], patterns: Sequence[str]) -> list[StoredItem]:

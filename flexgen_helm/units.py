@@ -21,7 +21,7 @@ def exact_size(num_bytes: int) -> str:
 
 def size_argument(num_bytes: int) -> str:
     """Return the size as flags take it, exactly: '8GiB', or '1000B'."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+    for unit, factor in (("GiB", 1 << 30), ("GB", 10**9), ("MiB", 1 << 20), ("MB", 10**6)):
         if num_bytes and num_bytes % factor == 0:
             return f"{num_bytes // factor}{unit}"
     return f"{num_bytes}B"
@@ -34,12 +34,14 @@ def duration(seconds: float) -> str:
 
 
 def spelled_duration(seconds: float) -> str:
-    """Return '3 h 12 min', '9 min 19 s' or '4.2 s', for sentences."""
+    """Return '3 d 4 h', '3 h 12 min', '9 min 19 s' or '4.2 s', for sentences."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     large, small, units = (*divmod(round(seconds), 60), ("min", "s"))
     if large >= 60:
         large, small, units = (*divmod(round(seconds / 60), 60), ("h", "min"))
+    if large >= 48 and units[0] == "h":
+        large, small, units = (*divmod(round(seconds / 3600), 24), ("d", "h"))
     return f"{large:,} {units[0]} {small} {units[1]}"
 
 

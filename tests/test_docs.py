@@ -204,6 +204,52 @@ def test_commands_that_the_docs_show_exist() -> None:
     assert wrong == []
 
 
+def shown_commands() -> list[str]:
+    """Command lines of the docs that can be typed as they are, without what a shell does with their output."""
+    lines = {line for page in pages() for line in shell_lines(page.read_text(encoding="utf-8"))}
+    typed = {line.partition(" >")[0] for line in lines if line.startswith("flexgen-helm ")}
+    return sorted(line for line in typed if not re.search(r"[<…\[]|\b(MODEL|ENTRY)\b", line))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder has what a checkout has, and the files of run entries that readers write."""
+    for name in ("benchmarks", "runs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("my_runs", "mine", "night", "first", "second"):
+        (tmp_path / f"{name}.conf").write_text('{description: "simple_mcqa:model=flexgen/opt-125m", priority: 1}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("line", [line for line in shown_commands() if line.startswith("flexgen-helm plan ")])
+def test_plans_that_the_docs_show_are_made(line: str, checkout: None, capsys: pytest.CaptureFixture[str]) -> None:
+    from flexgen_helm.cli import main
+
+    words = shlex.split(line, comments=True)[1:]
+    words += [] if "--hardware" in words else ["--hardware", "laptop"]
+    assert main(words) == 0, capsys.readouterr().err
+
+
+def test_arguments_that_the_docs_show_are_taken(checkout: None) -> None:
+    """Parsed as the command does; run entries and files of `run` are found, too."""
+    from flexgen_helm.cli.app import app
+    from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
+    from flexgen_helm.config import FLAGS, EngineConfig, options_of_flags
+    from flexgen_helm.run_entries import check_arguments
+
+    root: Any = typer.main.get_command(app)
+    for line in shown_commands():
+        name, *words = shlex.split(line, comments=True)[1:]
+        context = root.commands[name].make_context(name, words)
+        if name != "run":
+            continue
+        check_helm_flags(context, context.args)
+        check_arguments(parse_helm_flags(context.args), needs_weights=False)
+        options = options_of_flags({flag: context.params.get(flag) for flag in FLAGS})
+        for precision in str(options.pop("precision", "fp16")).split(","):
+            EngineConfig(**options, precision=precision)
+
+
 def test_make_targets_that_the_docs_name_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in pages():

@@ -168,7 +168,7 @@ def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path: Path, m
 
     for name, seconds, is_soon in (("soon", 0.1, True), ("late", 3600.0, False)):
         monkeypatch.setattr(response_cache, "MAX_PENDING_S", seconds)
-        writer = ResponseWriter(tmp_path / name)
+        writer = ResponseWriter(tmp_path / name, "some")
         writer.add("k", result)
         assert is_stored(tmp_path / name, 20 if is_soon else 0.5) == is_soon
         writer.close()

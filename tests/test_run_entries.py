@@ -185,6 +185,7 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
         ("simple_mcqa:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
         ("simple_mcqa:model=flexgen/opt-6.7b-5bit", "'5bit' is no precision.*opt-6.7b-4bit"),
         ("simple_mcqa:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
+        ("simple_mcqa:model=flexgen/smollm2-135m-instruct-q4", "write smollm2-135m-instruct-q4_1, smollm2-135m-inst"),
         ("simple_mcqa:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
         ("simple_mcqa:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
         ("simple_mcqa:model=flexgen/a/b/c", "there is no model file or folder a/b/c"),
@@ -219,10 +220,8 @@ def test_models_to_run_are_checked_too() -> None:
 
 
 FLAGS = [
-    ["-m", "10"],
     ["-o", "out"],
     ["-n4"],
-    ["--suite", "s"],
     ["-d"],
     ["--dry-run"],
     ["--disable-cache"],
@@ -246,10 +245,12 @@ FLAGS = [
 ]
 
 
-@given(st.lists(st.sampled_from(FLAGS), max_size=8))
+@given(st.lists(st.sampled_from(FLAGS), max_size=8, unique_by=tuple))
 def test_flags_are_read_as_helm_reads_them(flags: list[list[str]]) -> None:
     argv = ["--suite", "s", "-m", "1", *(word for flag in flags for word in flag)]
-    theirs, ours = vars(build_parser().parse_args(argv)), vars(parse_helm_flags(argv))
+    ours = vars(parse_helm_flags(argv))
+    joined = [word for flag, values in ours.pop("joined").items() for word in (flag, *values)]
+    theirs = vars(build_parser().parse_args([*argv, *joined]))
     given = {name: value for name, value in ours.items() if value}
     assert given and given == {name: theirs[name] for name in given}
     left_out = build_parser().parse_args(["--suite", "s", "-m", "1"])
@@ -269,6 +270,9 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
     with pytest.raises(UsageError, match="there is no such file"):
         check_arguments(parse_helm_flags(["-c", "no/such/file"]))
+    (tmp_path / "models.yaml").write_text("mine: /models/mine\n")
+    with pytest.raises(UsageError, match=r"models\.yaml has no run entries.*goes into FLEXGEN_HELM_MODELS"):
+        check_arguments(parse_helm_flags(["-c", str(tmp_path / "models.yaml")]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
@@ -383,11 +387,11 @@ def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: T
 
 
 def pasted(message: str, folder: Path, **variables: str) -> str:
-    """Paste the lines of a message into a shell, and return what its name means to a new process there."""
+    """Paste the lines of a message into a shell, and return what its name means to a new process in another folder."""
     lines = [line.strip() for line in message.splitlines()[1:]]
     name = message.splitlines()[0].rpartition("model=flexgen/")[2].removesuffix(":")
     look_up = f"from flexgen_helm.plugin.model_names import find_model as f; print(f('flexgen/{name}').path)"
-    script = "set -e\n" + "\n".join([*lines, f'{shlex.join(python("all"))} -c "{look_up}"'])
+    script = "set -e\n" + "\n".join([*lines, "cd /", f'{shlex.join(python("all"))} -c "{look_up}"'])
     environment = {key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"} | variables
     done = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120

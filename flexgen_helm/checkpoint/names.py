@@ -291,7 +291,7 @@ def naming_advice(path: str) -> str:
         line = yaml.safe_dump({name: str(full)}, width=len(str(full)) + len(name) + 9, allow_unicode=True).strip()
         file = os.environ.get("FLEXGEN_HELM_MODELS")
         lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
-        lines += [] if file else ["export FLEXGEN_HELM_MODELS=models.yaml"]
+        lines += [] if file else ['export FLEXGEN_HELM_MODELS="$PWD/models.yaml"']
     advice = f"write model={PREFIX}{with_suffixes(name, None, model.precision)}"
     if lines:
         advice = "\n  ".join([f"paste these lines, and {advice}:", *lines])
@@ -308,7 +308,8 @@ def _unknown_model(name: str, template: bool | None, precision: str) -> str:
     unknown = f"model {name!r} is not known"
     ending = _FOREIGN_PRECISION.search(name)
     if ending is not None and (base := name[: ending.start()]) in known_names():
-        names = listed(with_suffixes(base, template, known) for known in PRECISIONS)
+        longer = [known for known in known_names() if known.startswith(name)]
+        names = listed([*longer, *(with_suffixes(base, template, known) for known in PRECISIONS)])
         return f"{unknown}: {ending[1]!r} is no precision of flexgen_helm; write {names}"
     if close := close_names(name):
         names = listed(with_suffixes(known, template, precision) for known in close)

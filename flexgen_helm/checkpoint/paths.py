@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from flexgen_helm.files import read_object, replace_text
 
@@ -25,6 +26,24 @@ def data_dir() -> Path | None:
     return Path(named).expanduser() if named else None
 
 
+@contextmanager
+def state_lock(name: str, timeout: float = -1) -> Iterator[None]:
+    """Hold a lock of the state folder; hold none where the folder cannot be written, or its disk has no locks.
+
+    timeout: seconds after which `filelock.Timeout` is raised; -1 waits.
+    """
+    with ExitStack() as stack:
+        try:
+            file = state_dir() / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(file, timeout=timeout))
+        except Timeout:
+            raise
+        except (OSError, NotImplementedError):
+            pass
+        yield
+
+
 def read_state(name: str) -> dict[str, Any]:
     """Read a JSON object in the state folder; {} if it is missing or damaged."""
     return read_object(state_dir() / name)
@@ -37,8 +56,7 @@ def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:
     """
     file = state_dir() / name
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
+        with state_lock(f"{name}.lock"):
             content = read_state(name)
             change(content)
             replace_text(file, json.dumps(content, indent=1, sort_keys=True))

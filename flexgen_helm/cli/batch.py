@@ -18,7 +18,7 @@ from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import read_input, say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineOptions
-from flexgen_helm.errors import FlexgenError, RequestError, UsageError
+from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
@@ -164,7 +164,13 @@ def _answer(
 
     if name is None:  # no line can be answered
         return sum(_write(output, line, _failure(line, line.error)) for line in parsed)
-    arguments, reader, service = model_arguments(name, engine), ModelReader("batch"), Service(EngineLoader())
+    try:
+        arguments = model_arguments(name, engine)
+    except UnknownModelError as error:
+        if answers_all:
+            raise
+        raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
+    reader, service = ModelReader("batch"), Service(EngineLoader())
     try:
         reader.encoder(arguments)  # what no line could be answered without
         service.preload(arguments)

@@ -67,6 +67,8 @@ def _run(check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # a check that breaks is a finding, and the others still matter
         remedy = None if isinstance(error, FlexgenError) else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
+        if isinstance(error, OSError):
+            remedy = f"Mend that, or {_OTHER_HOME}"
         return Finding("failed", f"{type(error).__name__}: {error}", remedy)
 
 
@@ -209,7 +211,13 @@ def _data() -> Finding:
     if not folder.is_dir():
         remedy = "Name an existing folder in FLEXGEN_HELM_DATA, or unset it."
         return Finding("failed", f"FLEXGEN_HELM_DATA names {folder}, which is no folder", remedy)
-    return Finding("ok", f"{folder} ({', '.join(sorted(path.name for path in folder.iterdir()))})")
+    from flexgen_helm.runs.data import LAMBADA, WIKITEXT
+
+    files = {path.name for path in folder.iterdir()}
+    found = f"{folder} has {' and '.join(sorted(files & {LAMBADA, WIKITEXT})) or 'nothing that is looked for there'}"
+    if unused := sorted(files - {LAMBADA, WIKITEXT}):
+        found += f"; {', '.join(unused)} is not read there: HELM's data belongs into benchmark_output/scenarios"
+    return Finding("ok", found)
 
 
 def _weights() -> Finding:

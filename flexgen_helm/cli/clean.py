@@ -91,7 +91,8 @@ def _show(items: list[Any], removed: list[Any], home: Path) -> None:
 
 def _row(item: Any, is_removed: bool) -> tuple[str, str, str, str]:
     state = ", removed" if is_removed else ", in use" if item.is_in_use else ""
-    return size(item.num_bytes), _ago(item.last_used), item.kind + state, item.name
+    kind = f"{item.kind} of {item.model}" if item.model else item.kind
+    return size(item.num_bytes), _ago(item.last_used), kind + state, item.name
 
 
 def _ago(seconds: float) -> str:

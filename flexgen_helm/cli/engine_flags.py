@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexgen_helm.cli.completion import complete_from
+from flexgen_helm.cli.console import say
 from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
 from flexgen_helm.files import require_writable
-from flexgen_helm.hardware.cuda import require_cuda
+from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.hardware.cuda import require_cuda, why_no_cuda
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import size_argument
+from flexgen_helm.units import size, size_argument
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -80,8 +82,20 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
         return
     if config.device.startswith("cuda"):
         require_cuda(config.device)
+    has_gpu = config.device == "auto" and why_no_cuda() is None
+    say_what_limits_lack(config.limits, has_gpu or config.device.startswith(("cuda", "sim")), host_memory().total)
     if config.offload_dir is not None:
         require_writable(Path(config.offload_dir), "--offload-dir")
+
+
+def say_what_limits_lack(
+    limits: MemoryLimits, has_gpu: bool, memory_bytes: float, machine: str = "this machine"
+) -> None:
+    """Say that a limit is of a GPU that is not there, or beyond the machine's memory."""
+    if limits.gpu is not None and not has_gpu:
+        say(f"--gpu-memory has no effect: no GPU of {machine} computes")
+    if limits.cpu is not None and limits.cpu > memory_bytes:
+        say(f"--cpu-memory {size(limits.cpu)} is beyond the {size(memory_bytes)} that {machine} has; lower it")
 
 
 def to_arguments(options: EngineOptions) -> list[str]:

@@ -20,6 +20,7 @@ from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.suggestions import question
 from flexgen_helm.units import count
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def _explanation(error: ErrorDetails) -> str:
         return error["msg"].replace("line 1 ", "")  # pydantic sees one line at a time
     key = ".".join(map(str, error["loc"])) or "the line"
     if error["type"] == "extra_forbidden":
-        return f"the key {key!r} is not known; known are {', '.join(_line_model().model_fields)}"
+        known = _line_model().model_fields
+        return f"the key {key!r} is not known; {question(key, known)}known are {', '.join(known)}"
     return f"{key} {error['msg'].replace('Input should', 'must')}, not {json.dumps(error['input'])[:40]}"
 
 

@@ -6,7 +6,7 @@ tests/cli/test_helm_flags.py compares them with HELM's own parser.
 from __future__ import annotations
 
 import inspect
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 
 from flexgen_helm.cli.completion import complete_helm_models
 from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
-from flexgen_helm.cli.help import Command
+from flexgen_helm.cli.help import Command, refuse_twice
 from flexgen_helm.cli.ray_flags import RAY_FLAGS
 from flexgen_helm.errors import UsageError
 from flexgen_helm.suggestions import closest, listed
@@ -59,7 +59,12 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
     HelmFlag(
         ("-m", "--max-eval-instances"), "N", "Most instances per scenario; run cannot do without.", "100", type=int
     ),
-    HelmFlag(("--suite",), "NAME", "Name of this suite, for report and compare. Default: the date.", "first"),
+    HelmFlag(
+        ("--suite",),
+        "NAME",
+        "Name of this suite, for report and compare. Default: default, where unnamed runs mix.",
+        "first",
+    ),
     HelmFlag(("-o", "--output-path"), "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
     HelmFlag(("--models-to-run",), "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
     HelmFlag(("--groups-to-run",), "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),
@@ -86,20 +91,37 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
 )
 
 
+class _Once(Action):
+    """Store a value, or join lists; `given.joined` has the flags whose lists were joined."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            if not isinstance(values, list):
+                refuse_twice([self.option_strings[-1]] * 2)
+            values = before + values
+            namespace.joined = {**namespace.joined, self.option_strings[-1]: values}
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"run: {message}")
 
 
 def parse_helm_flags(args: Sequence[str]) -> Namespace:
-    """Parse flags of helm-run as HELM does, without its defaults; raises `UsageError` for what HELM would refuse."""
+    """Parse flags of helm-run as HELM does, without its defaults, but lists that are given twice are joined.
+
+    Raises `UsageError` for what HELM would refuse, and for a single value given twice.
+    """
     parser = _Parser(add_help=False)
+    parser.set_defaults(joined={})
     parser.add_argument("-h", action="store_true")
     for flag in HELM_FLAGS:
         if flag.metavar is None:
             parser.add_argument(*flag.names, action="store_true")
         else:
-            parser.add_argument(*flag.names, nargs=flag.nargs, type=flag.type)
+            parser.add_argument(*flag.names, action=_Once, nargs=flag.nargs, type=flag.type)
     given, unknown = parser.parse_known_args(args)
     known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS, *RAY_FLAGS]
     for word in unknown:  # a flag that only a newer HELM knows is left to HELM

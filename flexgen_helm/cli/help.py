@@ -1,17 +1,29 @@
-"""Help texts as typer shows them: switches without a value's placeholder, paragraphs that fill the lines."""
+"""Commands as typer makes them: switches without a value's placeholder, no option twice, help that fills the lines."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from flexgen_helm.errors import UsageError
 
 
 def help_text(docstring: str) -> str:
     """Return a docstring with each paragraph on one line; one with indented lines keeps its lines."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(text if "\n " in text else " ".join(text.split()) for text in paragraphs)
+
+
+def refuse_twice(options: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that is given more than once and takes one value: parsers take the last."""
+    seen: set[str] = set()
+    for option in options:
+        if option in seen:
+            raise UsageError(f"{option} is given twice, and only the last would count; give it once")
+        seen.add(option)
 
 
 class Command(TyperCommand):
@@ -25,6 +37,20 @@ class Command(TyperCommand):
             super().format_help(ctx, formatter)
         finally:
             self.help = text
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            parsed = parse(args)
+            if not ctx.resilient_parsing:  # completion
+                single = [param for param in parsed[2] if not (param.multiple or getattr(param, "is_flag", False))]
+                refuse_twice(max(param.opts, key=len) for param in single if param.param_type_name == "option")
+            return parsed
+
+        vars(parser)["parse_args"] = parse_once
+        return parser
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

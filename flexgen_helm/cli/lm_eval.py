@@ -7,7 +7,11 @@ from importlib.util import find_spec
 
 import typer
 
+from flexgen_helm.cli.help import refuse_twice
 from flexgen_helm.errors import Interrupted, UsageError
+
+# Ends of the harness's flags whose values it joins.
+_JOINED = ("_args", "_kwargs", "--tasks", "-t", "-a", "--metadata")
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -25,6 +29,8 @@ def lm_eval(context: typer.Context) -> None:
     """
     if find_spec("lm_eval") is None:
         raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")
+    names = [word.partition("=")[0] for word in context.args if word.startswith("-") and not word[1:2].isdigit()]
+    refuse_twice(name for name in names if not name.endswith(_JOINED))
     os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows progress
     from flexgen_helm.harnesses.lm_eval import run_command
 

@@ -39,7 +39,7 @@ _COST_LABELS = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 _PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
 _KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
 # Shares that are placed further from the policy's than this are mentioned.
@@ -152,8 +152,17 @@ def plan(
         precision = precision_name(config, model, compress)
         problem = problem_for(config, model, 1, 1, None, hardware, precision, stages)
         folder = None if suite is None else output_path / "runs" / suite
-        workloads = entry_workloads(entries, problem, max_eval_instances or MOST_INSTANCES, folder)
-        print_suite(workloads, problem, model, _compares(config, precision, compress), as_json, as_csv)
+        print_suite(
+            lambda most: entry_workloads(entries, problem, most, folder),
+            max_eval_instances or MOST_INSTANCES,
+            problem,
+            model,
+            None if stages > 1 else _helm_name(model),
+            to_arguments({**engine, "precision": precision}),
+            compare=_compares(config, precision, compress),
+            as_json=as_json,
+            as_csv=as_csv,
+        )
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
@@ -208,21 +217,27 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
             raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
 
 
+def _helm_name(model: str) -> str | None:
+    """Return the model's name in run entries, to which --precision adds its own; None for a path: HELM knows names."""
+    from flexgen_helm.checkpoint.names import PREFIX, split_precision
+
+    if Path(model).expanduser().exists():
+        return None
+    return PREFIX + split_precision(model.removeprefix(PREFIX))[0].replace("/", "--")
+
+
 def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or for a pipeline."""
-    from flexgen_helm.checkpoint.names import split_precision
-
     if made.problem.stages > 1 or not made.solution.prediction.feasible:
         return None
     kept = {name: value for name, value in engine.items() if name not in ("precision", "max_latency")}
     precision = made.problem.precision.name
     planned = {"precision": precision, "policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
     flags = to_arguments({**kept, **planned})
-    if Path(model).expanduser().exists():  # HELM knows models by name only
+    if (name := _helm_name(model)) is None:
         return ["flexgen-helm", "generate", model, "--prompts", "FILE.jsonl", *flags]
-    name = split_precision(model.removeprefix("flexgen/"))[0].replace("/", "--")
     instances = 100 if made.problem.endless else made.problem.workload.num_sequences
-    return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}flexgen/{name}", "-m", str(instances), *flags]
+    return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}{name}", "-m", str(instances), *flags]
 
 
 def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None) -> None:
@@ -311,7 +326,7 @@ def _placement_table(made: Plan) -> pandas.DataFrame:
     problem, memory = made.problem, made.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
     table = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
-    for tier, name in _TIER_NAMES.items():
+    for tier, name in TIER_NAMES.items():
         if tier == "gpu" and problem.hardware.gpu is None:
             continue
         used = memory[tier]

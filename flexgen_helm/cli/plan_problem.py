@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import say_what_limits_lack
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, require_writable
@@ -56,13 +57,14 @@ def problem_for(
             f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
         )
     profile = profile_for(config, hardware)
+    machine = "this machine" if profile.name == MEASURED else profile.name
     if config.device == "sim":
         profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
     elif config.device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif config.device.startswith("cuda") and profile.gpu is None:
-        machine = "this machine" if profile.name == MEASURED else profile.name
         raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
+    say_what_limits_lack(config.limits, profile.gpu is not None, profile.cpu.memory_bytes, machine)
     problem = planning_problem(
         model_config,
         profile,

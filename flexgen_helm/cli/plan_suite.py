@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,13 @@ from flexgen_helm.units import count, size, spelled_duration
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
     from flexgen_helm.planner.suite import EntryWorkload, Expectation, ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 MOST_INSTANCES = 1000
+# Seconds of a night, and instances that are tried where the asked ones take longer.
+_NIGHT_S, _FEWER = 8 * 3600.0, (100, 10)
 _BASES = {
     "prompts": "real prompts",
     "measured": "measured once",
@@ -73,15 +75,32 @@ def entry_workloads(
 
 
 def print_suite(
-    entries: Sequence[EntryWorkload], problem: PlanningProblem, model: str, compare: bool, as_json: bool, as_csv: bool
+    workloads: Callable[[int], Sequence[EntryWorkload]],
+    most_instances: int,
+    problem: PlanningProblem,
+    model: str,
+    helm_name: str | None,
+    flags: Sequence[str],
+    *,
+    compare: bool,
+    as_json: bool,
+    as_csv: bool,
 ) -> None:
-    """Search the plan of a suite and print it; compare: with other precisions."""
+    """Search the plan of a suite and print it.
+
+    workloads: from the most instances of an entry to what the entries ask.
+    helm_name: of the model in run entries; None where it has none.
+    flags: of the engine, for the command that runs it.
+    compare: with other precisions.
+    """
     from flexgen_helm.planner.suite import plan_suite
 
-    planned = plan_suite(problem, entries, compare and not as_csv)
+    planned = plan_suite(problem, workloads(most_instances), compare and not as_csv)
+    flags = ["-m", str(most_instances), "--suite", "planned", *flags]
+    commands = [] if helm_name is None else _commands(planned, helm_name, flags)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name, "precision": problem.precision.name}
-        print_json({**named, **planned.to_json()})
+        print_json({**named, **planned.to_json(), "commands": commands})
     elif as_csv:
         import pandas
 
@@ -90,10 +109,42 @@ def print_suite(
         rows[["low_s", "high_s"]] = rows.pop("range").tolist()
         print_csv(rows)
     else:
-        _print(planned, model)
+        _print(planned, model, commands)
+        output().print(_tonight(planned, workloads, most_instances))
 
 
-def _print(planned: SuitePlan, model: str) -> None:
+def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str]) -> list[str]:
+    """Return the command of one run, or of each scenario, the longest first. The engine plans for the real lengths."""
+    runs = sorted(planned.scenarios, key=lambda scenario: -scenario.alone.seconds)
+    pieces = [[entry for run in runs for entry in run.entries]] if planned.is_one_run else [run.entries for run in runs]
+    commands = []
+    for piece in pieces:
+        entries = []
+        for entry in piece:
+            scenario, _, rest = entry.entry.partition(":")
+            entries.append(f"{scenario}:model={helm_name}{',' if rest else ''}{rest}")
+        commands.append(shlex.join(["flexgen-helm", "run", "-r", *entries, *flags]))
+    return commands
+
+
+def _tonight(planned: SuitePlan, workloads: Callable[[int], Sequence[EntryWorkload]], most_instances: int) -> str:
+    """Say what ends within a night: the most exact precision that does, else as few instances as do."""
+    found = [suite for suite in planned.by_precision.values() if suite is not None] or [planned]
+    quickest = min(found, key=lambda suite: suite.total.seconds)
+    fewer = [(quickest, most) for most in _FEWER if most < most_instances]
+    for suite, most in [*((suite, most_instances) for suite in found), *fewer]:
+        about, high = suite.total.seconds, suite.total.high
+        if most < most_instances:
+            entries = workloads(most)
+            about = suite.seconds(entries, "expected")
+            high = suite.made.spread.of_time(suite.seconds(entries, "longest"))[1]
+        if high <= _NIGHT_S:
+            named = f"{suite.made.problem.precision.name}, -m {most}"
+            return f"Tonight: {named}, about {spelled_duration(about)}, at most {spelled_duration(high)}."
+    return f"Nothing of this ends within {spelled_duration(_NIGHT_S)}; take a smaller model."
+
+
+def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     made, total, console = planned.made, planned.total, output()
     entries = [entry for scenario in planned.scenarios for entry in scenario.entries]
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
@@ -101,13 +152,22 @@ def _print(planned: SuitePlan, model: str) -> None:
         f"{model} ({made.problem.precision.name}) on {made.problem.hardware.name}: {number}, "
         f"{count(made.problem.workload.num_sequences, 'sequence')}"
     )
-    console.print(f"As one run: {spelled_duration(total.seconds)}. Expect {_range(total)}: {made.spread.source}.")
+    way, slower = "As one run", ""
+    if not planned.is_one_run:
+        way = "A run for each scenario, one after another"
+        slower = f" One run of all would take {spelled_duration(planned.as_one.seconds)}: its longest sequences leave "
+        slower += "room for fewer at once."
+    console.print(f"{way}: {spelled_duration(total.seconds)}. Expect {_range(total)}: {made.spread.source}.{slower}")
     if planned.by_precision:
         print_table(_precisions_table(planned))
     print_table(_table(planned))
+    from flexgen_helm.cli.plan import TIER_NAMES
+
+    limits = [f"{name} {size(made.problem.limits[tier])}" for tier, name in TIER_NAMES.items()]
+    console.print(f"Memory allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
         f"Answers count as long as the right ones; the range has {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times as "
-        f"many tokens. If none ended before it must, the run would take {spelled_duration(planned.limit_s)}."
+        f"many tokens. If none ended before it must, it would take {spelled_duration(planned.limit_s)}."
     )
     for basis, named in _BASES.items():
         sources: dict[str, list[str]] = {}
@@ -116,23 +176,34 @@ def _print(planned: SuitePlan, model: str) -> None:
                 sources.setdefault(entry.source, []).append(entry.scenario)
         for source, names in sources.items():
             console.print(f"{named.capitalize()}, {', '.join(dict.fromkeys(names))}: {source}.")
-    console.print(made.why)
+    if planned.is_one_run:
+        console.print(made.why)
+    else:
+        from flexgen_helm.planner.plan import make_plan
+
+        longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
+        found = longest.made.solution
+        explained = make_plan(longest.made.problem, policy=found.policy, schedule=found.schedule)
+        console.print(f"{longest.entries[0].scenario}, which takes longest: {explained.why}")
+    for command in commands[:1]:
+        more = f"; --json has all {len(commands)} commands" if len(commands) > 1 else ""
+        console.print(f"To run it{', the longest first' if more else ''}{more}:")
+        console.print(f"  {command}", soft_wrap=True)
 
 
 def _precisions_table(planned: SuitePlan) -> pandas.DataFrame:
-    """What the run takes with each precision."""
+    """What each precision takes."""
     import pandas
 
-    def row(name: str, found: tuple[Plan, Expectation] | None) -> dict[str, str]:
+    def row(name: str, found: SuitePlan | None) -> dict[str, str]:
         if found is None:
             return {"precision": name, "takes": "no plan"}
-        made, expected = found
         return {
             "precision": name,
-            "weights": size(made.problem.stored_bytes),
-            "at once": f"{made.block_sequences:,}",
-            "takes": spelled_duration(expected.seconds),
-            "expect": _range(expected),
+            "weights": size(found.made.problem.stored_bytes),
+            "runs": "1" if found.is_one_run else str(len(found.scenarios)),
+            "takes": spelled_duration(found.total.seconds),
+            "expect": _range(found.total),
         }
 
     return pandas.DataFrame(row(*item) for item in planned.by_precision.items()).fillna("")
@@ -152,7 +223,7 @@ def _table(planned: SuitePlan) -> pandas.DataFrame:
             "answer": f"{answer:,.0f}" if round(answer) == round(most) else f"{answer:,.0f} of {most:,.0f}",
             "alone": spelled_duration(scenario.alone.seconds),
             "expect": _range(scenario.alone),
-            "lengths": ", ".join(dict.fromkeys(_BASES[entry.basis] for entry in scenario.entries)),
+            "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
         }
 
     return pandas.DataFrame(map(row, planned.scenarios))

@@ -30,7 +30,7 @@ def quickstart(
     """Score a small model in FP16 and in 4 bits, compare both, and write the pages. Needs no GPU and no data.
 
     It downloads a model of 93 MB and takes about two minutes. If FLEXGEN_HELM_DATA names a folder with LAMBADA and
-    WikiText-2, these are scored too.
+    WikiText-2, these are scored too, in two parts and about ten minutes.
 
     Example: flexgen-helm quickstart
     """
@@ -48,7 +48,10 @@ def quickstart(
         else:
             suites[0] += ["-r", *(f"{entry},{model}" for entry in _PASSAGES)]
             suites.append(["-r", f"{_PAGES}:{model}", "-m", str(_NUM_PAGES)])
-        for arguments in suites:
+            say(f"In two parts: then {_NUM_PAGES} pages of WikiText-2, which are long.")
+        for number, arguments in enumerate(suites, 1):
+            if number > 1:
+                say(f"Part two: {_NUM_PAGES} pages of WikiText-2.")
             if code := run_and_show([*arguments, *common], options):
                 raise typer.Exit(code)
     if "," in precisions:

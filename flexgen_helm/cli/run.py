@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
+import hashlib
+import locale
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import Timeout
 
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
@@ -24,12 +31,12 @@ from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import read_object
+from flexgen_helm.files import existing_folder, read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
-from flexgen_helm.units import count, duration
+from flexgen_helm.units import count, duration, size
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
@@ -70,26 +77,49 @@ def run_and_show(
 ) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UsageError(f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set PYTHONUTF8=1")
     split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
     _check_memory(given, engine)
+    output = Path(given.output_path or DEFAULT_OUTPUT)
+    for folder, flag in ((output, "-o"), (Path(given.local_path or "prod_env"), "--local-path")):
+        require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
-        outcome = _run(arguments, engine, cluster)
+        # HELM takes the last of a list's flag: the one that has all.
+        joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
+        with _only_writer(output / "runs" / (given.suite or "default")):
+            outcome = _run([*arguments, *joined], engine, cluster)
     with Screen():  # pandas takes a second to import
-        _print_scores(outcome, Path(given.output_path or DEFAULT_OUTPUT))
+        _print_scores(outcome, output)
     if log is not None:
         warnings = f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
+    if any(os.strerror(errno.ENOSPC) in sentence for sentence in outcome.sentences):
+        free = [f"{size(shutil.disk_usage(existing_folder(path)).free)} in {path}" for path in (output, state_dir())]
+        say(f"Free are {free[0]} (-o), and {free[1]} (FLEXGEN_HELM_HOME): make room, or name another folder.")
     if outcome.exit_code == 130:
         # Without the cache only whole runs are kept.
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
         say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
+
+
+@contextmanager
+def _only_writer(suite: Path) -> Iterator[None]:
+    """Refuse a suite that another process of this home writes: both would compute everything."""
+    digest = hashlib.sha256(str(suite.resolve()).encode()).hexdigest()[:16]
+    try:
+        with state_lock(f"locks/suite-{digest}.lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:
@@ -129,8 +159,6 @@ def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | 
 
 
 def _new_log() -> Path:
-    from flexgen_helm.checkpoint.paths import state_dir
-
     folder, name = state_dir() / "logs", f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelReader, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
+from flexgen_helm.suggestions import question
 from flexgen_helm.tokenizer.thinking import END
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -116,6 +117,13 @@ def run_command(arguments: Sequence[str]) -> None:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know
         raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
+    except (ConnectionError, FileNotFoundError) as error:
+        if not any("/datasets/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        raise UsageError(
+            f"a task's data is not here and could not be downloaded ({str(error).partition('. ')[0]}); run it once "
+            "where there is a network, copy the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
+        ) from error
     except IndexError as error:  # it looks at the first character of each choice of a task's first document
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_locals.get("choice") != "":
@@ -425,8 +433,9 @@ def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
         elif name in OPTIONS:
             options[name] = value
         elif value not in _NEUTRAL_ARGUMENTS.get(name, ()):
-            known = ", ".join(sorted({*FLAGS, *OPTIONS} - set(_HARNESS_SETS) - {"chat_template"}))
-            raise UsageError(f"model argument {name}={value!r} is not supported; the engine's are {known}")
+            known = sorted({*FLAGS, *OPTIONS} - set(_HARNESS_SETS) - {"chat_template"})
+            meant = question(name, known).strip() or f"the engine's are {', '.join(known)}"
+            raise UsageError(f"model argument {name}={value!r} is not supported; {meant}")
     return {**options, **options_of_flags(flags)}
 
 

@@ -27,6 +27,7 @@ from flexgen_helm.request import (
     TopLogprobs,
 )
 from flexgen_helm.service.service import KeyedRequest, request_key
+from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     from flexgen_helm.service.prompt_encoder import PromptEncoder
@@ -138,7 +139,8 @@ def parse_body(url: str, body: Any) -> Asked:
         if name in known:
             known[name](name, value)
         elif name not in _NEUTRAL:
-            raise ApiError(f"{_short(name)} is not supported by {url}; known are {', '.join(known)}", name[:60])
+            meant = question(name, known)
+            raise ApiError(f"{_short(name)} is not supported by {url}; {meant}known are {', '.join(known)}", name[:60])
         elif not any(value == neutral and type(value) is not bool or value is neutral for neutral in _NEUTRAL[name]):
             raise ApiError(f"{name} is {_short(value)}, which is not supported; leave it out", name)
     temperature = float(given.get("temperature", 1.0))

@@ -270,7 +270,7 @@ def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> 
     rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
     changed = _scaled(replace(processor, matmul_flops=flops), factor, *rates)
     machines = {
-        "processor": _changed(hardware, {problem.compute_tier: changed}),
+        "GPU" if problem.compute_tier == "gpu" else "processor": _changed(hardware, {problem.compute_tier: changed}),
         "disk": replace(hardware, disk=_scaled(hardware.disk, factor, "read_bytes_s", "write_bytes_s")),
     }
     if hardware.link is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.schedules import Schedule
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -31,8 +33,12 @@ class Policy:
             raise UsageError(
                 f"a block of {self.gpu_batch_size} x {self.num_gpu_batches} sequences is empty; both must be 1 or more"
             )
+        for name in ("wg", "wc", "cg", "cc", "hg", "hc"):  # sums and differences of floats leave [0, 1]
+            share = getattr(self, name)
+            if share != (whole := round(share)) and abs(share - whole) < _ROUNDING:
+                object.__setattr__(self, name, float(whole))
         for kind, gpu, cpu in (("w", self.wg, self.wc), ("c", self.cg, self.cc), ("h", self.hg, self.hc)):
-            if not (0.0 <= gpu <= 1.0 and 0.0 <= cpu <= 1.0 and gpu + cpu <= 1.0 + 1e-9):
+            if not (0.0 <= gpu <= 1.0 and 0.0 <= cpu <= 1.0 and gpu + cpu <= 1.0 + _ROUNDING):
                 raise UsageError(f"{kind}g={gpu} and {kind}c={cpu} must lie in [0, 1] and sum to at most 1")
 
     @property

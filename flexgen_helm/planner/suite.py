@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from flexgen_helm.planner.plan import Plan, make_plan, search_precisions
@@ -12,7 +12,6 @@ from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.spread import Spread
 from flexgen_helm.planner.workload import Workload
 
 # By how much batches become smaller until longer sequences fit.
@@ -51,15 +50,25 @@ class Expectation:
     low: float
     high: float
 
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "range": [self.low, self.high]}
+
 
 @dataclass(frozen=True)
 class ScenarioPlan:
     """The entries of one scenario, which share nothing with each other, and what they take without the other ones."""
 
     entries: Sequence[EntryWorkload]
-    expected: Workload
-    limit: Workload
+    made: Plan
     alone: Expectation
+
+    @property
+    def expected(self) -> Workload:
+        return self.made.problem.workload
+
+    @property
+    def limit(self) -> Workload:
+        return joined(entry.limit for entry in self.entries)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -70,41 +79,65 @@ class ScenarioPlan:
             "shared_tokens": self.expected.prompt - self.expected.computed,
             "answer_tokens": self.expected.output,
             "most_answer_tokens": self.limit.output,
-            "seconds": self.alone.seconds,
-            "range": [self.alone.low, self.alone.high],
+            **self.alone.to_json(),
+            "policy_flag": str(self.made.solution.policy),
         }
 
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """The plan of a suite as one run.
+    """The plan of a suite.
 
     made: of all entries together.
-    total: seconds of that run.
-    limit_s: seconds if every answer had all tokens that it may have.
-    by_precision: the same plan and seconds in each precision that users choose between, None where nothing fits; empty
-        where a precision was asked for.
+    as_one: seconds of that run.
+    by_precision: the plan in each precision that users choose between, None where nothing fits; empty where a precision
+        was asked for.
     """
 
     scenarios: Sequence[ScenarioPlan]
     made: Plan
-    total: Expectation
-    limit_s: float
-    by_precision: Mapping[str, tuple[Plan, Expectation] | None]
+    as_one: Expectation
+    by_precision: Mapping[str, SuitePlan | None] = field(default_factory=dict)
+
+    @property
+    def one_by_one(self) -> Expectation:
+        """Seconds of a run for each scenario, one after another."""
+        return Expectation(*map(sum, zip(*(astuple(scenario.alone) for scenario in self.scenarios))))
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether one run is expected to be no slower than a run for each scenario."""
+        return self.as_one.seconds <= self.one_by_one.seconds
+
+    @property
+    def total(self) -> Expectation:
+        """Seconds of the better way."""
+        return Expectation(*map(min, astuple(self.as_one), astuple(self.one_by_one)))
+
+    def seconds(self, entries: Sequence[EntryWorkload], length: str) -> float:
+        """Return the seconds of the better way with other lengths or numbers of the same entries.
+
+        length: 'shortest', 'expected', 'longest' or 'limit'.
+        """
+        if self.is_one_run:
+            return _seconds(self.made, joined(getattr(entry, length) for entry in entries))
+        found = {scenario.entries[0].scenario: scenario.made for scenario in self.scenarios}
+        asked = {name: [getattr(entry, length) for entry in entries if entry.scenario == name] for name in found}
+        return sum(_seconds(made, joined(asked[name])) for name, made in found.items())
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of the better way if every answer had all tokens that it may have."""
+        return self.seconds([entry for scenario in self.scenarios for entry in scenario.entries], "limit")
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds and tokens as docs/explanation/planning.md describes them."""
         return {
             "scenarios": [scenario.to_json() for scenario in self.scenarios],
-            "total": {
-                "seconds": self.total.seconds,
-                "range": [self.total.low, self.total.high],
-                "seconds_at_limit": self.limit_s,
-            },
-            "precisions": {
-                name: found and {"seconds": found[1].seconds, "range": [found[1].low, found[1].high]}
-                for name, found in self.by_precision.items()
-            },
+            "total": {**self.total.to_json(), "seconds_at_limit": self.limit_s},
+            "as_one_run": self.as_one.to_json(),
+            "one_by_one": self.one_by_one.to_json(),
+            "precisions": {name: found and found.total.to_json() for name, found in self.by_precision.items()},
             "plan": self.made.to_json(),
         }
 
@@ -113,35 +146,37 @@ def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compa
     """Search the plan of all entries as one run, and of each scenario alone.
 
     problem: with any workload.
-    compare: the run in other precisions, too.
+    compare: in other precisions, too.
 
     Raises `MemoryLimitError` where nothing fits.
     """
     made = make_plan(replace(problem, workload=joined(entry.expected for entry in entries), endless=False))
-    total = _expectation(made, entries, made.spread)
-    limit_s = _seconds(made, joined(entry.limit for entry in entries))
+    others = search_precisions(made, None, None) if compare else {}
+    planned = _suite_plan(made, entries)
+    by_precision = {
+        name: None if other is None else planned if other is made else _suite_plan(other, entries)
+        for name, other in others.items()
+    }
+    return replace(planned, by_precision=by_precision)
+
+
+def _suite_plan(made: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
     by_scenario: dict[str, list[EntryWorkload]] = {}
     for entry in entries:
         by_scenario.setdefault(entry.scenario, []).append(entry)
     scenarios = []
-    for own in by_scenario.values():
-        expected = joined(entry.expected for entry in own)
-        alone_problem = replace(made.problem, workload=expected)
-        alone = Plan(alone_problem, search(alone_problem, AUTOMATIC), "")
-        limit = joined(entry.limit for entry in own)
-        scenarios.append(ScenarioPlan(own, expected, limit, _expectation(alone, own, made.spread)))
-    others = search_precisions(made, None, None) if compare else {}
-    by_precision = {
-        name: None if other is None else (other, _expectation(other, entries, other.spread))
-        for name, other in others.items()
-    }
-    return SuitePlan(scenarios, made, total, limit_s, by_precision)
+    for of_scenario in by_scenario.values():
+        problem = replace(made.problem, workload=joined(entry.expected for entry in of_scenario))
+        alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC), "")
+        scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
+    return SuitePlan(scenarios, made, _expectation(made, entries))
 
 
-def _expectation(made: Plan, entries: Sequence[EntryWorkload], spread: Spread) -> Expectation:
+def _expectation(made: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
     shortest = _seconds(made, joined(entry.shortest for entry in entries))
     longest = _seconds(made, joined(entry.longest for entry in entries))
-    return Expectation(made.solution.prediction.latency_s, spread.of_time(shortest)[0], spread.of_time(longest)[1])
+    low, high = made.spread.of_time(shortest)[0], made.spread.of_time(longest)[1]
+    return Expectation(made.solution.prediction.latency_s, low, high)
 
 
 def _seconds(made: Plan, workload: Workload) -> float:

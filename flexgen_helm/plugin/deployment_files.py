@@ -10,14 +10,13 @@ from typing import Any
 
 import cattrs
 import yaml
-from filelock import FileLock
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_deployment_registry import ModelDeployment
 from helm.benchmark.model_metadata_registry import ModelMetadata, get_model_metadata
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, get_tokenizer_config
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import state_lock
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import registration
 
@@ -50,8 +49,7 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     if _merged(path, key, new) is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    state_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(state_dir() / "prod_env.lock"):  # else the entries of a run that starts now could be lost
+    with state_lock("prod_env.lock"):  # else the entries of a run that starts now could be lost
         merged = _merged(path, key, new)
         if merged is None:
             return

@@ -14,7 +14,7 @@ import numpy as np
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.metrics import Change, metric_named
-from flexgen_helm.report.paired import PairedTest, change_between, change_interval, paired_test
+from flexgen_helm.report.paired import PairedTest, change_between, interval_and_test
 from flexgen_helm.report.run_files import differing_settings
 from flexgen_helm.report.scores import (
     RunScores,
@@ -310,7 +310,7 @@ def _compare_metric(name: str, base: RunScores, other: RunScores, shared: pd.Ind
         (ours, weights), (theirs, _) = (run.terms[name].loc[shared].to_numpy().T for run in (base, other))
         values = float(metric.value(ours, weights)), float(metric.value(theirs, weights))
         if np.isfinite(ours).all() and np.isfinite(theirs).all():
-            interval, test = change_interval(metric, ours, theirs, weights), paired_test(ours, theirs)
+            interval, test = interval_and_test(metric, ours, theirs, weights)
             flips = flips_between(ours, theirs, lambda: changed_answers(base, other, shared))
             has_all = base.has_all_instances and len(shared) == base.num_scored
             verdict = equivalence(metric, ours, theirs, weights, test, margin, has_all=has_all)

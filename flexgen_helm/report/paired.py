@@ -6,7 +6,7 @@ them, can be computed again for any sample of the instances.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from flexgen_helm.report.losses import LossChange
 from flexgen_helm.report.metrics import Change, Metric, Vector
 from flexgen_helm.report.shares import score_interval
 
+LEVEL = 0.05
 # Resampled values in memory at a time.
 _BATCH_ELEMENTS = 4_000_000
 
@@ -36,6 +37,26 @@ class PairedTest:
 
 def change_between(kind: Change, value: Any, baseline: Any) -> Any:
     return np.divide(value, baseline) if kind == "ratio" else np.subtract(value, baseline)
+
+
+def interval_and_test(
+    metric: Metric, baseline: Vector, other: Vector, weights: Vector
+) -> tuple[tuple[float, float] | None, PairedTest | None]:
+    """Return `change_interval` and `paired_test`, as one test that rejects where both do: they never disagree.
+
+    Where the test rejects nothing, the interval reaches to 'no change'; where the interval has 'no change', p is 0.05
+    or more.
+    """
+    interval, test = change_interval(metric, baseline, other, weights), paired_test(baseline, other)
+    if interval is None or test is None:
+        return interval, test
+    no_change = float(metric.change == "ratio")
+    low, high = interval
+    if test.p_value >= LEVEL:
+        interval = min(low, no_change), max(high, no_change)
+    elif low <= no_change <= high:
+        test = replace(test, p_value=LEVEL)
+    return interval, test
 
 
 def change_interval(metric: Metric, baseline: Vector, other: Vector, weights: Vector) -> tuple[float, float] | None:

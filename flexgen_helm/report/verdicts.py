@@ -11,11 +11,12 @@ import numpy as np
 
 from flexgen_helm.report.losses import LossChange
 from flexgen_helm.report.metrics import Metric, Vector
-from flexgen_helm.report.paired import PairedTest
+from flexgen_helm.report.paired import LEVEL, PairedTest
 from flexgen_helm.report.shares import equivalence_p_value, instances_needed, rounded
 
-LEVEL = 0.05
 DEFAULT_MARGIN = 0.01
+# Of fewer, all change in one direction by chance in more than 5 % of cases: 2 x 0.5 ** 5.
+_LEAST_INSTANCES = 6
 
 Decision = Literal["equivalent", "worse", "better", "not decided", "cannot decide"]
 
@@ -120,6 +121,10 @@ def equivalence(
     if differs and loss:
         decision: Decision = "worse" if loss > 0 else "better"
         return Equivalence(margin, p_value, decision, None, decision)
+    if count < _LEAST_INSTANCES:
+        needed = max(needed, _LEAST_INSTANCES)
+        text = f"not decided: {count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
+        return Equivalence(margin, p_value, "not decided", needed, text)
     if needed <= count:
         text = f"not decided: the difference is too near to {within} for {count:,} instances"
         return Equivalence(margin, p_value, "not decided", needed, text)

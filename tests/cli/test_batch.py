@@ -144,6 +144,7 @@ def test_a_bad_line_fails_alone_with_one_sentence(folder, tmp_path, capsys):
     [
         ([line("a", TEXT, prompt="the")], (), "no line names a model"),
         ([line("a", TEXT, prompt="the", model="opt-125n")], (), "opt-125n"),
+        ([line("a", TEXT, prompt="the", model="gpt-4o-mini")], (), "; --model NAME answers all lines"),
         ([line("a", TEXT, prompt="the")], ("--model", "no-such-model"), "no-such-model"),
         (None, (), "cannot be read"),
     ],

@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with one of each kind, and with what is not to be listed."""
     home = tmp_path / "home"
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
-    cache = ResponseCache(response_cache_path(home, "old"))
+    cache = ResponseCache(response_cache_path(home, "old"), "flexgen/tiny-4bit")
     cache.put_many({"k": GenerationResult()})
     cache.close()
     for name, size in ((WEIGHTS, 90_000), (CONVERSION, 50_000), (DEAD, 9_000), (REST, 5_000), ("models/tiny", 400)):
@@ -68,6 +68,7 @@ def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
     assert files(home) == before
     assert cli.main(["clean"]) == 0
     said = capsys.readouterr()
+    assert "answers of flexgen/tiny-4bit" in said.out and items[ANSWERS]["model"] == "flexgen/tiny-4bit"
     assert WEIGHTS in said.out and "today" in said.out and "6 items" in said.err
 
 

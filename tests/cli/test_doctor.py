@@ -13,6 +13,7 @@ import torch
 from flexgen_helm import cli
 from flexgen_helm.cli import checks
 from flexgen_helm.hardware.control_groups import HostMemory
+from tests.helpers.small_disks import read_only
 
 
 @pytest.fixture
@@ -82,9 +83,26 @@ def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
     assert "uninstall torchvision" in found["torchvision"]["remedy"]
 
 
+def test_only_data_that_is_read_is_listed(own_home, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "mmlu").mkdir(parents=True)
+    elsewhere = "; mmlu is not read there: HELM's data belongs into benchmark_output/scenarios"
+    for has in ("nothing that is looked for there", "wikitext-2-raw-test.txt"):
+        assert doctor(capsys)["offline data"]["found"] == f"{tmp_path / 'data'} has {has}{elsewhere}"
+        (tmp_path / "data" / "wikitext-2-raw-test.txt").touch()
+
+
 def test_doctor_for_people(own_home, capsys):
     assert cli.main(["doctor"]) == 0
     assert "journal" in capsys.readouterr().out
+
+
+def test_a_home_that_cannot_be_written_is_no_defect_to_report(own_home, capsys, tmp_path):
+    (tmp_path / "home").mkdir()
+    with read_only(tmp_path / "home"):
+        found = doctor(capsys)
+    for name in ("journal", "locks", "direct reads"):
+        assert "Read-only file system" in found[name]["found"] and "FLEXGEN_HELM_HOME" in found[name]["remedy"]
 
 
 def test_a_network_disk_is_noticed(own_home, monkeypatch):

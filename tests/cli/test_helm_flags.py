@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 
 import pytest
@@ -39,6 +40,16 @@ def test_the_flags_are_those_of_helms_parser():
     assert set(differences(as_switch, parser)) == {"--suite"}
 
 
+def test_the_defaults_that_are_told_are_helms():
+    from helm.benchmark.run import build_parser
+
+    told = {flag.names: re.search(r"Default: ([\w-]+)", flag.help) for flag in HELM_FLAGS}
+    actions = {tuple(action.option_strings): action.default for action in build_parser()._actions}
+    assert {names: found[1] for names, found in told.items() if found} == {
+        names: str(actions[names]) for names, found in told.items() if found
+    }
+
+
 @pytest.mark.parametrize("columns", ["80", "100"])
 def test_the_help_lists_them_beside_the_engine_flags(columns):
     shown = run_script("run", "--help", COLUMNS=columns)
@@ -56,6 +67,12 @@ def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypat
     argv = [*form, "-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-ohome", "--of-a-newer-helm"]
     assert cli.main(["run", *argv, "--device", "cpu"]) == 0
     assert calls == [(argv, {"device": "cpu"})]
+
+
+def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
+    words = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--dummy-weights")
+    refused = run_script(*words, LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert refused.code == 2 and not refused.heavy and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
 
 
 def test_h_is_help():

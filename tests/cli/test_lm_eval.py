@@ -74,6 +74,18 @@ def test_what_cannot_be_is_refused_with_one_sentence(tasks, few_tasks, capfd, wo
     assert last.startswith("flexgen-helm: ") and why in last
 
 
+def test_data_that_must_come_from_the_hub_is_named_with_the_guide(tiny, tmp_path, few_tasks, capfd):
+    """The run of the tests is offline."""
+    (tmp_path / "far.yaml").write_text(
+        "task: far\ndataset_path: nobody/has-this\ntest_split: test\ndoc_to_text: x\ndoc_to_target: y\n"
+        "output_type: generate_until\nmetric_list: [{metric: exact_match}]\n"
+    )
+    words = ["--model_args", f"pretrained={tiny('llama').path}", "--include_path", str(tmp_path), "--tasks", "far"]
+    assert cli.main(["lm-eval", *words]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "nobody/has-this" in last and "set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)" in last
+
+
 def test_a_missing_harness_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
     monkeypatch.setattr("flexgen_helm.cli.lm_eval.find_spec", lambda name: None)
     assert cli.main(["lm-eval"]) == 2

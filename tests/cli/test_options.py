@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
+from flexgen_helm.cli.app import app
 from flexgen_helm.cli.engine_flags import complete_dummy_weights, to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import size_argument
-from tests.helpers.flags import options_of
+from flexgen_helm.units import size_argument, spelled_duration
+from tests.helpers.flags import options_of, record_suites
+from tests.helpers.small_disks import read_only, small_disk
 
 COMMANDS = [
     "",
@@ -135,6 +139,13 @@ def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
 
 
 @pytest.mark.parametrize(
+    "seconds, text", [(4.21, "4.21 s"), (559, "9 min 19 s"), (99_480, "27 h 38 min"), (2_010_120, "23 d 6 h")]
+)
+def test_a_duration_has_two_units_that_people_can_picture(seconds, text):
+    assert spelled_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
     ("text", "written"),
     [(own, f"{own}GiB or {own}MiB") for own in ("8", "1000", "1.5")] + [("8589934592", "8589934592B")],
 )
@@ -185,6 +196,87 @@ def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.strip()
     assert "Traceback" not in captured.err
+
+
+def test_an_option_of_one_value_is_given_once(monkeypatch, capsys):
+    """All options of all commands, but those that take several values and are joined."""
+    calls, known = record_suites(monkeypatch), 0
+    for name, command in typer.main.get_command(app).commands.items():
+        for param in command.params:
+            takes_one = not (param.param_type_name == "argument" or param.is_flag or param.multiple or param.count)
+            if takes_one and not str(param.metavar).endswith("…"):
+                option, known = max(param.opts, key=len), known + 1
+                words = ["-r", "gsm:model=flexgen/opt-125m"] if name == "run" else []
+                assert cli.main([name, option, "1", *words, f"{option}=2"]) == 2
+                assert f"{option} is given twice" in capsys.readouterr().err
+    assert known > 100 and not calls
+
+
+def test_entries_given_twice_are_all_run(monkeypatch):
+    from helm.benchmark.run import build_parser
+
+    calls = record_suites(monkeypatch)
+    entries = [f"{name}:model=flexgen/opt-125m" for name in ("simple_mcqa", "simple_mcqa_scored", "gsm")]
+    words = ["-r", entries[0], entries[1], "-m", "1", f"--run-entries={entries[2]}"]
+    assert cli.main(["run", *words]) == 0
+    ((passed, _),) = calls
+    assert build_parser().parse_args([*passed, "--suite", "s"]).run_entries == entries
+    assert cli.main(["run", *words, "-r", "no_such_scenario:model=flexgen/opt-125m"]) == 2, "all are checked"
+    assert len(calls) == 1
+
+
+def test_a_suite_has_one_writer(monkeypatch, tmp_path):
+    """A second run while the first one computes; without a home that can be written, nobody is refused."""
+    from flexgen_helm.plugin import suite
+
+    home, words = tmp_path / "home", ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--suite"]
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    codes = {}
+
+    def run_suite(argv, options=None, ray=None):
+        if not codes:
+            codes["first"] = None
+            codes.update({name: cli.main([*words, name]) for name in ("mine", "other")})
+        return suite.SuiteOutcome(0)
+
+    monkeypatch.setattr(suite, "run_suite", run_suite)
+    assert cli.main([*words, "mine"]) == 0 and (codes["mine"], codes["other"]) == (2, 0)
+    log = "".join(file.read_text() for file in (home / "logs").iterdir())
+    assert "another run writes benchmark_output/runs/mine now; wait until it has ended" in log
+    assert cli.main([*words, "mine"]) == 0
+    with read_only(home):
+        assert cli.main([*words, "mine"]) == 0
+
+
+def test_folders_that_cannot_be_written_are_named_before_helm_is_imported(tmp_path, monkeypatch, capsys):
+    words = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
+    calls = record_suites(monkeypatch)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with read_only(tmp_path / "here"):
+        os.chdir(tmp_path / "here")  # into what is mounted
+        for more, named in ([], "-o benchmark_output"), (["-o", str(tmp_path)], "--local-path prod_env"):
+            assert cli.main([*words, *more]) == 2
+            assert f"{named} cannot be written: Read-only file system; name another folder" in capsys.readouterr().err
+        assert cli.main([*words, "-o", str(tmp_path), "--local-path", str(tmp_path / "env")]) == 0 and len(calls) == 1
+        os.chdir(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_folders(tmp_path, monkeypatch, capsys):
+    from flexgen_helm.plugin import suite
+
+    outcome = suite.SuiteOutcome(1, ["gsm: OSError: [Errno 28] No space left on device"])
+    monkeypatch.setattr(suite, "run_suite", lambda *arguments: outcome)
+    with small_disk(tmp_path / "out", 64 << 10) as out:
+        assert cli.main(["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "-o", str(out)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(rf"Free are 6\d KiB in {out} \(-o\), and .* \(FLEXGEN_HELM_HOME\): make room, or name", last)
+
+
+def test_arguments_of_lm_eval_are_given_once(capsys):
+    assert cli.main(["lm-eval", "--tasks", "a", "--limit=5", "--tasks", "b", "--limit", "7"]) == 2
+    assert "--limit is given twice" in capsys.readouterr().err
 
 
 def fail_with(monkeypatch, error):

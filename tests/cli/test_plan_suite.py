@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -34,6 +35,15 @@ def test_all_of_helm_lite_is_one_command():
     low, high = found["total"]["range"]
     assert low < found["total"]["seconds"] < min(high, found["total"]["seconds_at_limit"])
     assert found["plan"]["feasible"]
+    ways = found["as_one_run"], found["one_by_one"]
+    assert found["total"]["seconds"] == min(way["seconds"] for way in ways)
+    assert ways[1]["seconds"] == pytest.approx(sum(scenario["seconds"] for scenario in found["scenarios"]))
+    words = [shlex.split(command) for command in found["commands"]]
+    run = [
+        word.replace("model=flexgen/llama-2-70b", "").replace(":,", ":").rstrip(":") for one in words for word in one
+    ]
+    assert set(entries) <= set(run), "the commands have all entries"
+    assert all(one[:2] == ["flexgen-helm", "run"] and "--cpu-memory 60GB" in " ".join(one) for one in words)
     precisions = found["precisions"]
     assert list(precisions) == ["fp16", "8bit", "4bit"]
     total = {name: found["total"][name] for name in ("seconds", "range")}
@@ -59,8 +69,17 @@ def test_every_shipped_entry_has_lengths(conf):
 def test_the_table_names_ranges_and_where_lengths_are_from():
     entries = ("-r", "gsm:model=flexgen/any", "-r", "med_qa:model=flexgen/any")
     shown = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4").stdout
-    for words in ("2 run entries, 100 sequences", "As one run: ", "Expect ", "measured once", "Assumed, med_qa: 6 "):
+    told = (
+        "2 run entries, 100 sequences",
+        "Expect ",
+        "Measured once, gsm",
+        "Assumed, med_qa: 6 ",
+        "Memory allowed: GPU ",
+    )
+    for words in (*told, "  flexgen-helm run -r gsm:model=flexgen/opt-30b "):
         assert words in shown
+    assert "processor" not in shown, "the GPU is called GPU"
+    assert re.search(r"^Tonight: \w+, -m \d+, about .*, at most [1-7] h \d+ min\.$", shown.splitlines()[-1])
     assert all(f"│ {name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
     asked = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4", "--precision", "8bit").stdout
     assert "opt-30b (8bit)" in asked and "4bit" not in asked

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from flexgen_helm import Engine
+from flexgen_helm import Engine, cli
 from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware import cuda
+from flexgen_helm.request import MemoryLimits
 from tests.helpers.console_script import HEAVY, Finished, run_script
 
 RUN = ("run", "-r", "x", "-m", "1")
@@ -68,6 +71,22 @@ def test_a_gpu_that_is_not_there(arguments):
     refused = run_script(*arguments, "--device", "cuda:0")
     assert refused.code == 2 and not refused.heavy
     assert refused.err == f"flexgen-helm: device 'cuda:0' was asked for and {cuda.why_no_cuda()}; take --device cpu\n"
+
+
+def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
+    monkeypatch.setattr("flexgen_helm.cli.engine_flags.why_no_cuda", lambda: "there is none")
+    limits = MemoryLimits(gpu=8 << 30, cpu=1 << 50)
+    for machine, device in (("this machine", "cpu"), ("this machine", "auto"), ("laptop", None)):
+        if device is None:
+            lengths = ("--prompt-len", "9", "--gen-len", "9", "--hardware", "laptop")
+            cli.main(["plan", "--model", "opt-125m", *lengths, "--gpu-memory", "8GiB", "--cpu-memory", "1048576GiB"])
+        else:
+            check_engine_flags({"limits": limits, "device": device})
+        gpu, cpu = capsys.readouterr().err.splitlines()[:2]
+        assert gpu == f"--gpu-memory has no effect: no GPU of {machine} computes"
+        assert re.fullmatch(rf"--cpu-memory 1,048,576 GiB is beyond the [\d.]+ GiB that {machine} has; lower it", cpu)
+    check_engine_flags({"limits": MemoryLimits(gpu=8, cpu=1 << 20), "device": "sim"})
+    assert not capsys.readouterr().err
 
 
 def test_a_message_cannot_control_the_terminal(capsys):

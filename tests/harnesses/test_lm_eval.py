@@ -296,6 +296,7 @@ def test_thinking_is_no_part_of_an_answer(tiny, tmp_path):
     "arguments, why",
     [
         ({"colour": 1}, "colour=1"),
+        ({"precison": "4bit"}, r"not supported; did you mean precision or revision\?$"),
         ({"dtype": "float32"}, "precision"),
         ({"precision": "5bit"}, "5bit"),
         ({"cpu_memory": "much"}, "much"),

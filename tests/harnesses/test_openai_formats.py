@@ -192,6 +192,7 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         (TEXT, {"prompt": [True]}, "prompt is"),
         (TEXT, {"prompt": {"a": 1}}, "prompt is"),
         (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
+        (TEXT, {"prompt": "x", "max_tokenz": 1}, "by /v1/completions; did you mean max_tokens? known are model"),
         (TEXT, {"prompt": "x", "colour": 1}, "'colour' is not supported by /v1/completions; known are model"),
         (TEXT, {"prompt": "x", "messages": MESSAGES}, "'messages' is not supported"),
         (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),

@@ -1,4 +1,4 @@
-"""Small file systems in memory, which are soon full."""
+"""File systems that are soon full, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", str(folder)], check=True)
         folder.rmdir()
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let nobody write into a folder meanwhile; skip the test where that is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a folder read-only needs root")
+    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True, text=True)
+    if bound.returncode:
+        pytest.skip(f"nothing can be mounted here: {bound.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder), str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

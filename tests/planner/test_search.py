@@ -1,6 +1,7 @@
 """The search against a grid of policies, and its laws: limits hold, more memory never hurts, order means nothing."""
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.hardware.profile import load_profile, shipped_profiles
 from flexgen_helm.planner import linear_program
 from flexgen_helm.planner import search as search_module
 from flexgen_helm.planner.frontier import frontier_points
@@ -65,6 +67,25 @@ def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
         assert peak.peak <= problem.limits[tier] * (1 + 1e-6) + 1
     again = predict(problem, policy, found.schedule)
     assert again == found.prediction  # what is told is what the policy costs
+
+
+def drawn(draw, machine):
+    """A problem of a catalog model on a shipped machine, whose weights nearly fit what computes, or not by far."""
+    model = draw.choice(["opt-1.3b", "opt-30b", "opt-66b", "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-2-70b"])
+    room, compute = draw.uniform(0.2, 1.1), "gpu" if machine.gpu else "cpu"
+    workload = Workload.uniform(draw.randint(16, 1000), draw.choice([1, 8, 32, 128, 1000]), draw.choice([1, 10, 1000]))
+    problem = planning_problem(config(model), machine, workload, precision=draw.choice(["fp16", "8bit", "4bit"]))
+    limits = MemoryLimits(**{compute: min(int(room * problem.stored_bytes), problem.limits[compute])})
+    return planning_problem(config(model), machine, workload, precision=problem.precision, limits=limits)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("seed", range(5, 25))
+def test_every_problem_has_a_plan_or_misses_bytes(seed):
+    draw, machines = random.Random(seed), [load_profile(name) for name in shipped_profiles()]
+    for number in range(25):
+        with suppress(MemoryLimitError):
+            assert search(drawn(draw, machines[number % len(machines)])).prediction.feasible
 
 
 @given(st.integers(30, 400), st.integers(60, 600), st.booleans())
@@ -274,6 +295,12 @@ def test_a_plan_says_why_and_what_would_help():
     assert told["feasible"] and set(told["policy"]) >= {"gpu_batch_size", "wd", "cd", "hd", "schedule", "precision"}
     refused = make_plan(small(64, 150), policy=Policy(4, 1, 1.0, 0.0))
     assert not refused.solution.prediction.feasible and "misses" in refused.why and not refused.to_json()["feasible"]
+
+
+@pytest.mark.parametrize("machine, name", [("rtx3090", "GPU"), ("laptop", "processor")])
+def test_what_computes_is_named(machine, name):
+    made = make_plan(planning_problem(config("opt-1.3b"), load_profile(machine), Workload.uniform(128, 8, 100)))
+    assert f"A {name} twice as fast" in made.why and f"depends most on the {name}" in made.why
 
 
 def test_a_frontier_rises_and_can_be_drawn():

@@ -39,7 +39,7 @@ def plan_of(problem, workload):
 def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(problem):
     made = plan_suite(problem, ENTRIES)
     every = Workload(((400, 1, 50), (500, 1, 30), (1000, 40, 40)), 30_000)
-    assert made.total.seconds == pytest.approx(plan_of(problem, every))
+    assert made.as_one.seconds == pytest.approx(plan_of(problem, every))
     mmlu, gsm = made.scenarios
     assert [len(mmlu.entries), len(gsm.entries)] == [2, 1]
     assert mmlu.alone.seconds == pytest.approx(plan_of(problem, Workload(((400, 1, 50), (500, 1, 30)))))
@@ -51,6 +51,25 @@ def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(p
     assert mmlu.alone.high == pytest.approx(mmlu.alone.seconds * 1.25)
     assert gsm.alone.low < 0.75 * gsm.alone.seconds / 1.25 and gsm.alone.high > 1.5 * gsm.alone.seconds * 1.25
     assert made.limit_s > made.total.high > made.total.seconds > made.total.low
+
+
+@pytest.mark.parametrize("name, machine", [("opt-30b", "t4"), ("llama-3.1-8b-instruct", "rtx3090")])
+def test_no_suite_is_slower_than_its_scenarios_one_after_another(name, machine):
+    """Few sequences of thousands of tokens, which leave room for few at once, beside many short ones."""
+    config, dtype = read_model_config(name)
+    problem = planning_problem(config, load_profile(machine), Workload.uniform(1, 1, 1), storage_dtype=dtype)
+    entries = [entry("long", *[(1900, 10, 100)] * 4), entry("short", *[(100, 64, 1000)] * 4)]
+    planned = plan_suite(problem, entries, compare=True)
+    assert not planned.is_one_run and planned.as_one.seconds > planned.one_by_one.seconds
+    for found in (planned, *filter(None, planned.by_precision.values())):
+        alone = [scenario.alone for scenario in found.scenarios]
+        for length in ("seconds", "low", "high"):
+            total = getattr(found.total, length)
+            assert total <= sum(getattr(one, length) for one in alone) * (1 + 1e-9)
+            assert total <= getattr(found.as_one, length)
+        assert found.limit_s == pytest.approx(found.total.seconds), "all lengths are the same"
+    few = [replace(one, expected=replace(one.expected, groups=((100, 64, 50),))) for one in entries]
+    assert planned.seconds(few, "expected") < planned.total.seconds
 
 
 def test_sequences_are_added_up():

@@ -9,6 +9,8 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import binom, multinomial, norm
 
@@ -16,7 +18,7 @@ from flexgen_helm import cli
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
 from flexgen_helm.report.losses import LossChange
 from flexgen_helm.report.metrics import metric_named
-from flexgen_helm.report.paired import change_interval, paired_test
+from flexgen_helm.report.paired import change_interval, interval_and_test, paired_test
 from flexgen_helm.report.shares import (
     _score,
     equivalence_p_value,
@@ -253,6 +255,57 @@ def judge(lost, won, count, **more):
 )
 def test_verdicts_in_words(lost, won, count, more, text):
     assert judge(lost, won, count, **more).text == text
+
+
+@st.composite
+def paired_samples(draw):
+    """A metric, and what two precisions have: shifted by nothing, by less than the noise, or by far more."""
+    metric = draw(st.sampled_from([ACCURACY, metric_named("f1_score"), PERPLEXITY]))
+    count, noise = draw(st.integers(2, 40) | st.just(400)), np.random.default_rng(draw(st.integers(0, 10**6)))
+    shift, spread = draw(st.sampled_from([0, 0.01, 0.1, 0.5])), draw(st.sampled_from([0.003, 0.05, 0.4]))
+    changes = noise.normal(-shift, spread, count) * (noise.standard_t(2, count) if draw(st.booleans()) else 1)
+    if metric is PERPLEXITY:
+        weights = noise.integers(50, 900, count).astype(float)
+        baseline = -3 * weights
+        return metric, baseline, baseline + changes * weights, weights
+    baseline = noise.random(count)
+    other = np.clip(baseline + changes, 0, 1)
+    both = (baseline, other) if metric is not ACCURACY else (np.round(baseline), np.round(other))
+    return metric, *both, np.ones(count)
+
+
+@given(paired_samples())
+@settings(max_examples=300, deadline=None)
+def test_interval_p_and_verdict_never_disagree(sample):
+    metric, baseline, other, weights = sample
+    interval, test = interval_and_test(*sample)
+    verdict = equivalence(*sample, test)
+    ours, theirs = (metric.value(values, weights) for values in (baseline, other))
+    change, none = (theirs / ours, 1) if metric.change == "ratio" else (theirs - ours, 0)
+    low, high = interval
+    assert low - 1e-9 * abs(low) <= change <= high + 1e-9 * abs(high)
+    assert (test.p_value < 0.05) == (not low <= none <= high)
+    if verdict.decision in ("worse", "better"):
+        is_higher = (verdict.decision == "better") != (metric is PERPLEXITY)
+        assert test.p_value < 0.05 and (low > none if is_higher else high < none)
+    elif verdict.decision == "equivalent":
+        assert abs(math.log(change) if none else change) <= math.log(1.01) + 1e-9
+    else:
+        assert test.p_value >= 0.05 and low <= none <= high
+    if len(baseline) < 6 and verdict.decision != "equivalent":
+        assert verdict.text == f"not decided: {len(baseline)} instances cannot show a difference; at least 6 can"
+        assert verdict.needed >= 6
+    if "too near" in verdict.text:
+        assert abs(math.log(change) if none else change) < 3 * 0.01
+
+
+def test_three_pages_cannot_show_what_six_can():
+    """Each is a fifth worse."""
+    for count, decision in ((3, "not decided"), (5, "not decided"), (6, "worse")):
+        base = -np.linspace(900, 1000, count)
+        sample = PERPLEXITY, base, base - 0.18 * np.linspace(299, 301, count), np.full(count, 300.0)
+        interval, test = interval_and_test(*sample)
+        assert equivalence(*sample, test).decision == decision and (interval[0] > 1) == (decision == "worse")
 
 
 def test_a_metric_without_a_margin_has_no_verdict():
