@@ -14,7 +14,7 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.hardware.fast_paths import COPIES, GRAPHS, REGISTERED, TRITON
 from tests.helpers.paths import ROOT
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 # fault -> the fast path, and how it shows.
 FAULTS = {
     "wrong_kernel": (TRITON, "wrong bits"),
@@ -44,7 +44,7 @@ def answer(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_switched_off_by_name_and_numbers_are_right(tiny, tmp_path, answer, fault):
     path, reason = FAULTS[fault]
     model = tiny("llama")
@@ -73,7 +73,6 @@ def test_a_device_without_a_fault_keeps_all_and_is_tried_once(tiny, tmp_path, an
         assert_right(model, again)
 
 
-@pytest.mark.slow
 def test_unverified_tries_nothing_and_says_so(tiny, tmp_path, answer):
     found = answer(tiny("llama").path, tmp_path, "", "--unverified")
     assert not (tmp_path / "devices.json").exists()
