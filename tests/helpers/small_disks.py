@@ -24,7 +24,7 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # also where it is a working folder
         folder.rmdir()
 
 
@@ -40,4 +40,4 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(folder), str(folder)], check=True)
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # also where it is a working folder
