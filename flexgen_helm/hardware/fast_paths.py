@@ -29,4 +29,4 @@ switched_off: dict[str, str] = {}
 def switch_off(name: str, reason: str) -> None:
     """Leave a fast path in this process, after one sentence."""
     if switched_off.setdefault(name, reason) is reason:
-        report(Message(f"{name} do not work here, so {_INSTEAD[name]}, which is slower ({reason})"))
+        report(Message(f"no {name} on this device, so {_INSTEAD[name]}, which is slower ({reason})"))
