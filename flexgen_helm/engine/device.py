@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.engine.machine_profile import processor_name
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.ranks import Rank
@@ -19,6 +19,7 @@ from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.units import size
 
 
 def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:
@@ -86,6 +87,15 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
     if device.type == "cpu":
         return "the precision that is promised for CPUs"
     return "measured to be faster than the type of the weights"
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Raise `MemoryLimitError` where the disk of a folder has less room than the weights need that fit nowhere else."""
+    if num_bytes > (free := shutil.disk_usage(existing_folder(folder)).free):
+        raise MemoryLimitError(
+            f"{folder} has {size(free)} free, and weights need {size(num_bytes)} there: make room, name another folder "
+            "with --offload-dir, or raise --cpu-memory"
+        )
 
 
 def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
