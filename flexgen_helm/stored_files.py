@@ -10,14 +10,15 @@ import hashlib
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
+import psutil
+from filelock import FileLock
 
 from flexgen_helm.errors import FlexgenError, UsageError
 
@@ -134,52 +135,26 @@ def _lock(stack: ExitStack, path: Path, kind: Kind, home: Path, creates: bool = 
 
     creates: make the lock's file if there is none, so that a process that begins meanwhile waits.
     """
-    conversions = home / "locks"
-    locks: dict[Kind, Callable[[], bool]] = {
-        "answers": lambda: _lock_answers(stack, path),
-        # The lock of `convert`, and that of engines that open an offload directory.
-        "conversion": lambda: _enter(stack, conversions / f"convert-{_key(path)}.lock", creates),
-        "rest of a dead conversion": lambda: _enter(
-            stack, conversions / f"convert-{_key(_target(path))}.lock", creates
-        ),
-        "offloaded weights": lambda: _enter(stack, path.parent / ".lock", creates) and not _live_runs(path.parent),
-        "rest of a dead run": lambda: _enter(stack, path.with_suffix(".lock"), creates),
-        "model": lambda: True,
+    locks: dict[Kind, list[Path]] = {
+        # The lock of `convert`, and those of engines that open an offload directory.
+        "conversion": [home / "locks" / f"convert-{_key(path)}.lock"],
+        "rest of a dead conversion": [home / "locks" / f"convert-{_key(_target(path))}.lock"],
+        "offloaded weights": [path.parent / ".lock", *path.parent.glob("run-*.lock")],
+        "rest of a dead run": [path.with_suffix(".lock")],
     }
-    return locks[kind]()
-
-
-def _enter(stack: ExitStack, lock: Path, creates: bool) -> bool:
-    if not lock.exists() and not creates:
-        return True
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(FileLock(lock, timeout=0))
-    except (Timeout, OSError):
+        for lock in locks.get(kind, ()):
+            if creates or lock.exists():
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(lock, timeout=0))
+        if kind == "answers":
+            connection = stack.enter_context(closing(sqlite3.connect(path, timeout=0, isolation_level=None)))
+            connection.execute("BEGIN EXCLUSIVE")
+    except OSError:  # filelock's `Timeout`, too
         return False
-    return True
-
-
-def _lock_answers(stack: ExitStack, path: Path) -> bool:
-    """Hold SQLite's exclusive lock; a file that is no database is nobody's."""
-    connection = stack.enter_context(closing(sqlite3.connect(path, timeout=0, isolation_level=None)))
-    try:
-        connection.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:  # a file that is no database is nobody's
         return "locked" not in str(error)
-    except sqlite3.DatabaseError:
-        pass
     return True
-
-
-def _live_runs(offload: Path) -> list[Path]:
-    """Return the locks that running engines hold in an offload directory."""
-    live = []
-    for lock in offload.glob("run-*.lock"):
-        with ExitStack() as stack:
-            if not _enter(stack, lock, creates=False):
-                live.append(lock)
-    return live
 
 
 def _target(rest: Path) -> Path:
@@ -197,17 +172,8 @@ def _is_inside(file: str, path: Path) -> bool:
 
 def _open_files(but: int | None = None) -> set[str]:
     """Return the paths of all files that processes of this machine have open, as far as they may be seen."""
-    links = set()
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        if but is None or descriptors.parent.name != str(but):
-            with _gone_is_fine():
-                for entry in os.scandir(descriptors):
-                    with _gone_is_fine():
-                        links.add(os.readlink(entry.path))
-    return links
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    with suppress(OSError):
-        yield
+    found: set[str] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found |= {file.path for file in process.open_files() if process.pid != but}
+    return found

@@ -34,10 +34,10 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [candidate for _, candidate in sorted(equal or longer or similar)[:count]]
 
 
-def question(name: str, known: Iterable[str]) -> str:
-    """Return 'did you mean a or b? ', or '' where no known name is close."""
+def question(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return 'did you mean a or b? '; `otherwise` where no known name is close."""
     close = closest(name, known)
-    return f"did you mean {listed(close)}? " if close else ""
+    return f"did you mean {listed(close)}? " if close else otherwise
 
 
 def listed(names: Iterable[str]) -> str:

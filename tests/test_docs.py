@@ -217,7 +217,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("benchmarks", "runs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("my_runs", "mine", "night", "first", "second"):
-        (tmp_path / f"{name}.conf").write_text('{description: "simple_mcqa:model=flexgen/opt-125m", priority: 1}\n')
+        text = '{description: "simple_mcqa:model=flexgen/opt-125m", priority: 1}'
+        (tmp_path / f"{name}.conf").write_text(f"entries: [\n{text}\n]\n")
     monkeypatch.chdir(tmp_path)
 
 

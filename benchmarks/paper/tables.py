@@ -15,6 +15,7 @@ import pandas as pd
 
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, COMPRESSED_WEIGHTS, SYSTEMS, with_page_cache
 from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.placement import TIERS
@@ -25,6 +26,7 @@ from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG, Schedule
 from flexgen_helm.planner.spread import Spread, spread_of
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16, Precision
+from flexgen_helm.units import count
 
 # A smaller figure with two decimals is too coarse to compare with.
 MIN_TOKENS_PER_S = 0.05
@@ -69,6 +71,37 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
             }
         )
     return {"rows": rows, "summary": summarize(rows, spread_of(hardware))}
+
+
+def print_csv_evaluated(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
+    """Print the prediction for every row of a table, and the errors."""
+    result = evaluate_csv(path, hardware)
+    if as_json:
+        print_json(result)
+        return
+    rows = pd.DataFrame(result["rows"])
+    if as_csv:
+        print_csv(rows.drop(columns="missing_bytes"))
+        return
+    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
+    table = rows.reindex(columns=["system", "model"]).fillna("")
+    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
+    table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
+    table["token/s"] = rows.get("tokens_per_s", "")
+    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
+    table["error"] = rows["error"]
+    table["bottleneck"] = rows["bottleneck"]
+    print_table(table, formats={"error": "{:+.0%}".format})
+    for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
+        if errors["n"]:
+            median, largest = errors["median_error"], errors["max_error"]
+            output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {count(errors['n'], 'row')}")
+    within = result["summary"]["within_range"]
+    low, high = within["times_predicted"]
+    output().print(
+        f"{within['n']} of {count(result['summary']['n'], 'row')} took {low:.2g} to {high:.2g} times as long as "
+        "predicted, which is the range of a plan for this machine."
+    )
 
 
 def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
     checks = dict(_CHECKS)
     if model is not None:
         checks[f"weights of {model}"] = partial(_verified, model)
+        checks[f"prompts of {model}"] = partial(_prompts, model)
     return {name: _run(check) for name, check in checks.items()}
 
 
@@ -309,6 +310,15 @@ def _verified(model: str) -> Finding:
     checkpoint.verify()
     parameters = f"{checkpoint.config.num_parameters:,} parameters, all finite"
     return Finding("ok", f"{len(checkpoint.shapes)} tensors, {parameters}")
+
+
+def _prompts(model: str) -> Finding:
+    """A tokenizer, and a chat template that can be used."""
+    from flexgen_helm.service.models import ModelReader, model_arguments
+
+    arguments, reader = model_arguments(model, {}), ModelReader("HELM")
+    reader.encoder(arguments)
+    return Finding("ok", reader.chat(arguments).describe(model))
 
 
 # The names are keys of `doctor --json`.

@@ -57,44 +57,32 @@ def clean(
             stored_files.remove(item, home)
             removed.append(item)
         except FlexgenError as error:
-            refusals.append(str(error))
+            refusals.append(f"flexgen-helm: {error}")
     if as_json:
-        entries: list[dict[str, Any]] = [
-            {**asdict(item), "path": str(item.path), "is_removed": item in removed} for item in items
-        ]
-        print_json({"home": str(home), "items": entries})
+        rows = [{**asdict(item), "path": str(item.path), "is_removed": item in removed} for item in items]
+        print_json({"home": str(home), "items": rows})
+    elif items:
+        _show(items, removed)
+        total = sum(item.num_bytes for item in removed or items)
+        done = "freed" if removed else "in all"
+        say(f"{count(len(removed or items), 'item')}, {size(total)} {done}; names are folders and files in {home}")
     else:
-        _show(items, removed, home)
-    for refusal in refusals:
-        say(f"flexgen-helm: {refusal}")
-    if not yes and (names or older_than is not None) and items:
-        say("Nothing was removed; the same command with --yes removes these.")
-    raise typer.Exit(int(bool(refusals)))
-
-
-def _show(items: list[Any], removed: list[Any], home: Path) -> None:
-    """Print one line an item, its name last and uncut: it is what the user copies."""
-    from rich.text import Text
-
-    if not items:
         say(f"Nothing of this is stored in {home}.")
-        return
-    rows = [("size", "last use", "what", "name"), *(_row(item, item in removed) for item in items)]
+    if not yes and (names or older_than is not None) and items:
+        refusals.append("Nothing was removed; the same command with --yes removes these.")
+    for refusal in refusals:
+        say(refusal)
+    raise typer.Exit(int(yes and bool(refusals)))
+
+
+def _show(items: list[Any], removed: list[Any]) -> None:
+    """Print one line an item, its name last and uncut: it is what the user copies."""
+    rows = [("size", "last use", "what", "name")]
+    for item in items:
+        days = int((time.time() - item.last_used) // _DAY_S)
+        kind = f"{item.kind} of {item.model}" if item.model else item.kind
+        kind += ", removed" if item in removed else ", in use" if item.is_in_use else ""
+        rows.append((size(item.num_bytes), f"{count(days, 'day')} ago" if days > 0 else "today", kind, item.name))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for number, (stored, used, kind, name) in enumerate(rows):
-        line = f"{stored:>{widths[0]}}  {used:<{widths[1]}}  {kind:<{widths[2]}}  {name}"
-        output().print(Text(line, style="bold" if number == 0 else ""), soft_wrap=True)
-    total = sum(item.num_bytes for item in removed or items)
-    done = "freed" if removed else "in all"
-    say(f"{count(len(removed or items), 'item')}, {size(total)} {done}; names are folders and files in {home}")
-
-
-def _row(item: Any, is_removed: bool) -> tuple[str, str, str, str]:
-    state = ", removed" if is_removed else ", in use" if item.is_in_use else ""
-    kind = f"{item.kind} of {item.model}" if item.model else item.kind
-    return size(item.num_bytes), _ago(item.last_used), kind + state, item.name
-
-
-def _ago(seconds: float) -> str:
-    days = int((time.time() - seconds) // _DAY_S)
-    return "today" if days < 1 else f"{count(days, 'day')} ago"
+    for stored, used, kind, name in rows:
+        output().print(f"{stored:>{widths[0]}}  {used:<{widths[1]}}  {kind:<{widths[2]}}  {name}", soft_wrap=True)

@@ -22,7 +22,6 @@ from flexgen_helm.units import count, size, spelled_duration
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.hardware.profile import HardwareProfile
     from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
@@ -73,9 +72,6 @@ def plan(
             autocompletion=complete_hardware,
         ),
     ] = "measured",
-    compress: Annotated[
-        bool, typer.Option("--compress", help="Weights and KV cache in 4 bits, as --precision 4bit.")
-    ] = False,
     stages: Annotated[
         int, typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline.")
     ] = 1,
@@ -131,12 +127,14 @@ def plan(
         raise UsageError("-m and --suite are for run entries; add -c FILE or -r ENTRY")
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any(
-            (model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture, has_entries)
+            (model, prompt_len, gen_len, num_seqs, stages > 1, frontier, picture, has_entries)
         ):
             raise UsageError(
                 "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
             )
-        _evaluate_table(from_csv, profile_for(config, hardware), as_json, as_csv)
+        from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
+
+        print_csv_evaluated(from_csv, profile_for(config, hardware), as_json, as_csv)
         return
     if has_entries:
         from flexgen_helm.cli.plan_suite import MOST_INSTANCES, entry_workloads, print_suite, read_run_entries
@@ -149,7 +147,7 @@ def plan(
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
-        precision = precision_name(config, model, compress)
+        precision = precision_name(config, model)
         problem = problem_for(config, model, 1, 1, None, hardware, precision, stages)
         folder = None if suite is None else output_path / "runs" / suite
         print_suite(
@@ -159,7 +157,7 @@ def plan(
             model,
             None if stages > 1 else _helm_name(model),
             to_arguments({**engine, "precision": precision}),
-            compare=_compares(config, precision, compress),
+            compare=_compares(config, precision),
             as_json=as_json,
             as_csv=as_csv,
         )
@@ -169,7 +167,7 @@ def plan(
     if as_csv and not frontier:
         raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
     _check_search(config, gen_len, frontier, picture)
-    precision = precision_name(config, model, compress)
+    precision = precision_name(config, model)
     problem = problem_for(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
     if frontier:
         _search_frontier(problem, model, picture, as_json, as_csv)
@@ -181,7 +179,7 @@ def plan(
     )
     command = _run_command(model, engine, made)
     by_precision: Mapping[str, Plan | None] = {}
-    if _compares(config, precision, compress):
+    if _compares(config, precision):
         by_precision = search_precisions(made, config.fixed_schedule, config.max_latency)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name}
@@ -192,9 +190,9 @@ def plan(
         _print_plan(made, model, by_precision, command)
 
 
-def _compares(config: EngineConfig, precision: str, compress: bool) -> bool:
+def _compares(config: EngineConfig, precision: str) -> bool:
     """Whether to show other precisions: where none was asked for, and the plan is searched."""
-    return config.fixed_policy is None and not compress and precision == "fp16" and config.precision is None
+    return config.fixed_policy is None and precision == "fp16" and config.precision is None
 
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
@@ -345,41 +343,6 @@ def _seconds_table(made: Plan) -> pandas.DataFrame:
     seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
     seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)]
     return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
-
-
-def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
-    """Print the prediction for every row of a table, and the errors."""
-    import pandas
-
-    from flexgen_helm.benchmarks.paper.tables import evaluate_csv
-
-    result = evaluate_csv(path, hardware)
-    if as_json:
-        print_json(result)
-        return
-    rows = pandas.DataFrame(result["rows"])
-    if as_csv:
-        print_csv(rows.drop(columns="missing_bytes"))
-        return
-    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
-    table = rows.reindex(columns=["system", "model"]).fillna("")
-    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
-    table["wg/wc cg/cc hg/hc"] = pandas.concat(shares, axis=1).agg(" ".join, axis=1)
-    table["token/s"] = rows.get("tokens_per_s", "")
-    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
-    table["error"] = rows["error"]
-    table["bottleneck"] = rows["bottleneck"]
-    print_table(table, formats={"error": "{:+.0%}".format})
-    for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
-        if errors["n"]:
-            median, largest = errors["median_error"], errors["max_error"]
-            output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {count(errors['n'], 'row')}")
-    within = result["summary"]["within_range"]
-    low, high = within["times_predicted"]
-    output().print(
-        f"{within['n']} of {count(result['summary']['n'], 'row')} took {low:.2g} to {high:.2g} times as long as "
-        "predicted, which is the range of a plan for this machine."
-    )
 
 
 def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None, as_json: bool, as_csv: bool) -> None:

@@ -19,18 +19,13 @@ if TYPE_CHECKING:
     from flexgen_helm.planner.problem import PlanningProblem
 
 
-def precision_name(config: EngineConfig, model: str, compress: bool) -> str:
-    """Return the precision of the flags or of the model's name; --compress quantizes one that is not quantized."""
+def precision_name(config: EngineConfig, model: str) -> str:
+    """Return the precision of the flags or of the model's name."""
     from flexgen_helm.checkpoint.names import resolve
     from flexgen_helm.quant.precisions import Precision, precision_named
 
     assert not isinstance(config.precision, Precision)  # flags are text
-    name = config.precision or str(resolve(model).options.get("precision", "fp16"))
-    if not compress or precision_named(name).weights is not None:
-        return precision_named(name).name
-    if config.precision is not None:
-        raise UsageError(f"--compress is 4 bits and --precision {name} is not; leave one of them out")
-    return name.replace("fp16", "4bit")
+    return precision_named(config.precision or str(resolve(model).options.get("precision", "fp16"))).name
 
 
 def problem_for(

@@ -16,10 +16,9 @@ from flexgen_helm.planner.suite import EntryWorkload
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.report.run_files import STATE_FILE
-from flexgen_helm.report.scores import entry_of
+from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
 from flexgen_helm.runs.lengths import ASSUMED_FACTOR, EntryLengths, lengths_of
-from flexgen_helm.suggestions import closest, listed
 
 # Folder of a dry run's files; a test compares it with the plugin's, which imports HELM.
 DRY_RUN_FOLDER = "dry_run"
@@ -88,13 +87,7 @@ def made_prompts(suite: Path) -> dict[str, Path]:
 
     Raises `UsageError` without such a suite, and for one without prompts.
     """
-    if not suite.is_dir():
-        known = [path.name for path in suite.parent.iterdir() if path.is_dir()] if suite.parent.is_dir() else []
-        close = closest(suite.name, known)
-        raise UsageError(
-            f"there is no suite in {suite}; "
-            + (f"did you mean {listed(close)}?" if close else "make its prompts with `flexgen-helm run --dry-run`")
-        )
+    require_suite(suite, "make its prompts with `flexgen-helm run --dry-run`")
     files: dict[str, Path] = {}
     for folder in sorted(path for path in suite.iterdir() if path.is_dir()):
         for file in (folder / STATE_FILE, folder / DRY_RUN_FOLDER / STATE_FILE):

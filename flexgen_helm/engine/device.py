@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.engine.machine_profile import processor_name
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.fast_paths import HALVES, switched_off
@@ -22,7 +22,7 @@ from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import exact_size
+from flexgen_helm.units import exact_size, size
 
 
 def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:
@@ -92,6 +92,15 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
     if HALVES in switched_off:
         return f"{HALVES} do not work here: {switched_off[HALVES]}"
     return "measured to be faster than the type of the weights"
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Raise `MemoryLimitError` where the disk of a folder has less room than the weights need that fit nowhere else."""
+    if num_bytes > (free := shutil.disk_usage(existing_folder(folder)).free):
+        raise MemoryLimitError(
+            f"{folder} has {size(free)} free, and weights need {size(num_bytes)} there: make room, name another folder "
+            "with --offload-dir, or raise --cpu-memory"
+        )
 
 
 def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:

@@ -21,7 +21,14 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import device_name, dtype_reason, gpu_capacity, simulated_disk, tier_capacities
+from flexgen_helm.engine.device import (
+    device_name,
+    dtype_reason,
+    gpu_capacity,
+    require_room,
+    simulated_disk,
+    tier_capacities,
+)
 from flexgen_helm.engine.device_trial import require_trial
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
@@ -117,7 +124,11 @@ class Engine:
             """Add the room on the disk that these matrices have already."""
             return {**capacities, "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None)}
 
-        everything = with_weights(StorageSizes(self.config, model.precision).matrices)
+        matrices = StorageSizes(self.config, model.precision).matrices
+        if exchange.rank.size == 1:
+            beyond_memory = sum(matrices.values()) - capacities["gpu"] - capacities["cpu"]
+            require_room(folder, beyond_memory - at_rest.num_bytes(matrices, True))
+        everything = with_weights(matrices)
         self._planner, self._part = self._planner_and_part(model, everything, folder)
         self.placement = self._planner.place(self.name)
         limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes

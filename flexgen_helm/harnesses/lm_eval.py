@@ -434,7 +434,7 @@ def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
             options[name] = value
         elif value not in _NEUTRAL_ARGUMENTS.get(name, ()):
             known = sorted({*FLAGS, *OPTIONS} - set(_HARNESS_SETS) - {"chat_template"})
-            meant = question(name, known).strip() or f"the engine's are {', '.join(known)}"
+            meant = question(name, known, f"the engine's are {', '.join(known)}").strip()
             raise UsageError(f"model argument {name}={value!r} is not supported; {meant}")
     return {**options, **options_of_flags(flags)}
 

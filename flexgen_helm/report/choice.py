@@ -9,7 +9,7 @@ Technometrics 24 (1982), 295-300). The choice of a hypothesis on a part of the d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -163,13 +163,8 @@ def choose_precision(
     first, second = select({each.precision: pairs[each.precision] for each in cheaper}, margin)
     chosen = list(first)[-1] if second is not None else None
     judged = {
-        each.precision: Candidate(
-            each.precision,
-            each.seconds_per_token,
-            each.weight_bytes,
-            each.cache_bytes,
-            first.get(each.precision),
-            second if each.precision == chosen else None,
+        each.precision: replace(
+            each, first=first.get(each.precision), second=second if each.precision == chosen else None
         )
         for each in (*others, base)
     }

@@ -20,7 +20,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import is_choice, read_texts
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
 from flexgen_helm.report.run_files import design_effect, has_all_instances, read_instances, read_settings
-from flexgen_helm.suggestions import closest, listed
+from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -242,13 +242,16 @@ def read_scores(folder: Path) -> RunScores:
     return RunScores(folder.name, scores, run, _instances_frame(per_instance, scores), folder)
 
 
-def read_finished_runs(suite: Path) -> list[RunScores]:
-    """Read the finished runs of flexgen models in the folder of a suite; raises `UsageError` if there is no folder."""
+def require_suite(suite: Path, remedy: str) -> None:
+    """Raise `UsageError` where there is no folder of a suite; remedy: where no name is close."""
     if not suite.is_dir():
         known = [path.name for path in suite.parent.iterdir() if path.is_dir()] if suite.parent.is_dir() else []
-        close = closest(suite.name, known)
-        question = f"did you mean {listed(close)}?" if close else "run one first, or name another folder with -o"
-        raise UsageError(f"there is no suite in {suite}; {question}")
+        raise UsageError(f"there is no suite in {suite}; {question(suite.name, known, remedy).strip()}")
+
+
+def read_finished_runs(suite: Path) -> list[RunScores]:
+    """Read the finished runs of flexgen models in the folder of a suite; raises `UsageError` if there is no folder."""
+    require_suite(suite, "run one first, or name another folder with -o")
     runs = []
     for folder in sorted(suite.iterdir()):
         with suppress(OSError, ValueError, KeyError):

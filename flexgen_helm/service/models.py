@@ -148,7 +148,10 @@ class ModelReader:
         def encoder(path: str, revision: str | None) -> PromptEncoder:
             tokenizer = load_tokenizer(ModelArguments(path, path, revision))
             if tokenizer is None:
-                raise UsageError(f"the model {path} has no tokenizer files, and {harness} works with text")
+                raise UsageError(
+                    f"the model {path} has no tokenizer files, and {harness} works with text; put its "
+                    "tokenizer.json beside the weights, or tokenizer.model, or vocab.json with merges.txt"
+                )
             return PromptEncoder(tokenizer)
 
         @single_flight

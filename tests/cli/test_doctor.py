@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,20 @@ def test_doctor_verifies_a_model(tiny, own_home, capsys, tmp_path):
     assert found[f"weights of {model}"]["status"] == "ok"
     assert found["weights"]["status"] == "warning" and "fetch" in found["weights"]["remedy"]
     assert found["journal"]["status"] == "ok" and (tmp_path / "home" / "journal").is_dir()
+
+
+def test_doctor_reads_tokenizer_and_template(tiny, own_home, capsys, tmp_path):
+    model = tmp_path / "mine"
+    shutil.copytree(tiny("llama").path, model)
+    check = f"prompts of {model}"
+    assert doctor(capsys, str(model))[check]["found"].startswith(f"prompts of {model} are sent unchanged (auto: the ")
+    (model / "chat_template.jinja").write_text("{{ raise_exception('never') }}")
+    found = doctor(capsys, str(model))[check]
+    assert found["status"] == "failed" and "the chat template of" in found["found"]
+    for file in model.glob("*token*"):
+        file.unlink()
+    found = doctor(capsys, str(model))[check]
+    assert found["status"] == "failed" and "put its tokenizer.json beside the weights" in found["found"]
 
 
 def test_doctor_finds_a_value_that_is_not_finite(tiny, own_home, capsys, tmp_path):

@@ -134,7 +134,7 @@ def test_more_memory_and_compression_help():
 
     little = rate("--cpu-memory", "60GiB")
     assert little < rate("--cpu-memory", "180GiB")
-    assert little < rate("--cpu-memory", "60GiB", "--compress")
+    assert little < rate("--cpu-memory", "60GiB", "--precision", "4bit")
 
 
 def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
@@ -195,7 +195,6 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
         (("--model", "opt-30b", *LENGTHS, "--device", "sim"), "--gpu-memory"),
         (("--model", "opt-30b", *LENGTHS, "--precision", "foo"), "take one of fp16, fp16-s, 8bit, 4bit-weights"),
         (("--model", "opt-30b", *LENGTHS, "--precision", "fp16,4bit"), "take one of fp16, fp16-s, 8bit, 4bit-weights"),
-        (("--model", "opt-30b", *LENGTHS, "--precision", "fp16", "--compress"), "leave one of them out"),
         (("--model", "opt-30b", *LENGTHS, "--device", "foo"), "take auto, cpu, cuda[:i] or sim"),
         (("--model", "opt-30b", *LENGTHS, "--hardware", "no-gpu", "--device", "cuda"), "take --device cpu"),
         (("--model", "opt-30b", *LENGTHS, "--link", "3,3"), "add --device sim or leave --link out"),

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.errors import DiskFullError, OffloadError
+from flexgen_helm.errors import DiskFullError, MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
@@ -434,6 +434,14 @@ def test_a_file_limit_is_an_error_of_its_own_and_nothing_is_left(tiny, tmp_path)
 def small_disk_(tmp_path):
     with small_disk(tmp_path / "small", 256 << 10) as folder:
         yield folder
+
+
+@pytest.mark.parametrize("limits", [MemoryLimits(cpu=60 << 20), MemoryLimits(cpu=60 << 20, disk=1 << 30)])
+def test_a_disk_without_room_for_weights_is_told_before_anything_is_measured(small_disk, limits, monkeypatch):
+    monkeypatch.setattr("flexgen_helm.planner.planner.Planner._rates", lambda *arguments: pytest.fail("measured"))
+    told = rf"^{small_disk} has 256 KiB free, and weights need \d\d\d MiB there: make room, name another folder"
+    with pytest.raises(MemoryLimitError, match=told):
+        Engine.from_pretrained("opt-125m", weights="dummy", device="cpu", limits=limits, offload_dir=small_disk)
 
 
 @pytest.mark.parametrize("kind", ["weights", "cache"])
