@@ -13,7 +13,7 @@ from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
 from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, require_folder
-from flexgen_helm.cli.plan_problem import precision_name, problem_for, profile_for
+from flexgen_helm.cli.plan_problem import TIER_NAMES, precision_name, problem_for, profile_for
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.schedules import AUTOMATIC
@@ -22,7 +22,7 @@ from flexgen_helm.units import count, size, spelled_duration
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.planner.placement import Kind, Tier
+    from flexgen_helm.planner.placement import Kind
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
 
@@ -38,7 +38,6 @@ _COST_LABELS = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 _PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
 _KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
 # Shares that are placed further from the policy's than this are mentioned.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.plan_problem import TIER_NAMES
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.units import count, size, spelled_duration
@@ -161,8 +162,6 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     if planned.by_precision:
         print_table(_precisions_table(planned))
     print_table(_table(planned))
-    from flexgen_helm.cli.plan import TIER_NAMES
-
     limits = [f"{name} {size(made.problem.limits[tier])}" for tier, name in TIER_NAMES.items()]
     console.print(f"Memory allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(

@@ -39,7 +39,8 @@ class Place:
         )  # fmt: skip
 
     def run(self, kind: str, *arguments: str, entries: list[str] | None = None, expect: int = 0) -> str:
-        process = self.start(kind, "-r", *(entries or ENTRIES), "-m", "6", "--suite", "s", *arguments)
+        suite = () if "--suite" in arguments else ("--suite", "s")
+        process = self.start(kind, "-r", *(entries or ENTRIES), "-m", "6", *suite, *arguments)
         output = process.communicate(timeout=90)[0]
         assert process.returncode == expect, output
         return output
