@@ -35,8 +35,7 @@ def read_run_entries(conf_paths: Sequence[Path], run_entries: Sequence[str]) -> 
 
     Raises `UsageError` for a file that cannot be read or has no entries, and for an entry that HELM could not run.
     """
-    from flexgen_helm.cli.suite_lengths import without_model
-    from flexgen_helm.run_entries import check_entries, conf_file, read_conf
+    from flexgen_helm.run_entries import check_entries, conf_file, read_conf, without_model
 
     given = list(run_entries)
     for path in conf_paths:

@@ -14,9 +14,9 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli import suite_lengths
-from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload, without_model
+from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload
 from flexgen_helm.errors import UsageError
-from flexgen_helm.run_entries import read_conf
+from flexgen_helm.run_entries import read_conf, without_model
 from flexgen_helm.runs.lengths import LENGTHS, lengths_of
 from flexgen_helm.service.models import ModelArguments
 from tests.helpers.plan_process import plan
