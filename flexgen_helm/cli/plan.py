@@ -38,7 +38,7 @@ _COST_LABELS = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 _PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
 _KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
 # Shares that are placed further from the policy's than this are mentioned.
@@ -326,7 +326,7 @@ def _placement_table(made: Plan) -> pandas.DataFrame:
     problem, memory = made.problem, made.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
     table = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
-    for tier, name in TIER_NAMES.items():
+    for tier, name in _TIER_NAMES.items():
         if tier == "gpu" and problem.hardware.gpu is None:
             continue
         used = memory[tier]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
+from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
@@ -160,10 +161,8 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     if planned.by_precision:
         print_table(_precisions_table(planned))
     print_table(_table(planned))
-    from flexgen_helm.cli.plan import TIER_NAMES
-
-    limits = [f"{name} {size(made.problem.limits[tier])}" for tier, name in TIER_NAMES.items()]
-    console.print(f"Memory allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
+    limits = [f"{size(made.problem.limits[tier])} {place}" for tier, place in TIER_PLACES.items()]
+    console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
         f"Answers count as long as the right ones; the range has {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times as "
         f"many tokens. If none ended before it must, it would take {spelled_duration(planned.limit_s)}."

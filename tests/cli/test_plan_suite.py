@@ -74,7 +74,7 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
         "Expect ",
         "Measured once, gsm",
         "Assumed, med_qa: 6 ",
-        "Memory allowed: GPU ",
+        "\nAllowed: 13.4 GiB ",
     )
     for words in (*told, "  flexgen-helm run -r gsm:model=flexgen/opt-30b "):
         assert words in shown
