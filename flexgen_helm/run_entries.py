@@ -59,6 +59,13 @@ def parse(run_entry: str) -> tuple[str, dict[str, str]]:
     return name, {key: value for key, _, value in pairs}
 
 
+def without_model(run_entry: str) -> str:
+    """Return the entry without its model."""
+    scenario, arguments = parse(run_entry)
+    kept = [f"{key}={value}" for key, value in arguments.items() if key not in ("model", "model_deployment")]
+    return f"{scenario}:{','.join(kept)}" if kept else scenario
+
+
 def check_entries(
     run_entries: Sequence[str],
     models: Sequence[str],

@@ -48,3 +48,8 @@ def spelled_duration(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """Return '1 run' or '1,234 runs'."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def rate_text(value: float) -> str:
+    """Return '1,234' or '7.53': three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.predictions import OnLogits
-    from flexgen_helm.report.divergence import Divergence, Spread
+    from flexgen_helm.report.divergence import Divergence
     from flexgen_helm.report.metrics import Vector
 
 DEFAULT_ROWS = 400
@@ -175,7 +175,7 @@ def measure(
                     found.require_all()
                     scored = ScoredTokens(
                         np.repeat(_numbers(own.documents), list(map(len, own.compared))),
-                        base[place], other, found.same_top == 1, found.bounds, kept[place].sampled, found.exact,
+                        base[place], other, found.same_top == 1, kept[place].sampled, found.exact,
                     )  # fmt: skip
                     yield place, divergence_between(baseline, precision, scored)
 
@@ -200,29 +200,19 @@ def _numbers(documents: Sequence[Hashable]) -> list[int]:
 
 def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
     """Return a divergence as text for people; document: what it calls a part of what was compared."""
+    kl, row = found.kl, "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
+    interval = "" if kl.interval is None else f"{kl.interval[0]:.6f} … {kl.interval[1]:.6f}"
+    mean, *others = (f"{value:.6f}" for value in (kl.mean, kl.median, kl.p99, kl.largest))
     lines = [
         f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
         f"{count(found.tokens, 'token')} in {count(found.documents, document)}",
         f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times {found.baseline_perplexity:.4f}"
         + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
         f"  same top token at {found.same_top:.2%}",
-        _row("KL divergence, nats", "mean", "95 % interval", "median", "99 %", "largest"),
-        _spread(f"{found.kl.tokens:,} tokens, exact", found.kl),
-        _spread("all tokens, at least", found.kl_bound),
+        row("KL divergence, nats", "mean", "95 % interval", "median", "99 %", "largest"),
+        row(f"{kl.tokens:,} tokens, exact", mean, interval, *others),
     ]
-    if found.bound_share is not None:
-        lines.append(f"  the lower bound is {found.bound_share:.1%} of the divergence where both are known")
     return "\n".join(lines)
-
-
-def _spread(label: str, spread: Spread) -> str:
-    interval = "" if spread.interval is None else f"{spread.interval[0]:.6f} … {spread.interval[1]:.6f}"
-    figures = [f"{value:.6f}" for value in (spread.mean, spread.median, spread.p99, spread.largest)]
-    return _row(label, figures[0], interval, *figures[1:])
-
-
-def _row(label: str, mean: str, interval: str, *others: str) -> str:
-    return f"  {label:22}{mean:>9}  {interval:>21}" + "".join(f"{text:>11}" for text in others)
 
 
 def _refuse_precision_in_name(model: str) -> None:

@@ -101,17 +101,14 @@ def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False)
 
     leaderboards: with the files of HELM's leaderboards.
     """
-    from flexgen_helm.run_entries import parse, read_conf, run_spec_names
+    from flexgen_helm.run_entries import parse, read_conf, run_spec_names, without_model
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
     folder = files("flexgen_helm.runs")
     for name in FILES + LEADERBOARDS * leaderboards:
         for entry in read_conf(Path(str(folder / name))):
-            scenario, arguments = parse(entry)
-            arguments.pop("model", None)
-            without = ",".join(f"{key}={value}" for key, value in arguments.items())
-            sources.setdefault(f"{scenario}:{without}" if without else scenario, name)
+            sources.setdefault(without_model(entry), name)
     sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
     rows = []
     for entry, source in sources.items():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,16 +13,16 @@ from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
 from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, require_folder
-from flexgen_helm.cli.plan_problem import TIER_NAMES, precision_name, problem_for, profile_for
+from flexgen_helm.cli.plan_problem import precision_name, problem_for, profile_for
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.schedules import AUTOMATIC
-from flexgen_helm.units import count, size, spelled_duration
+from flexgen_helm.units import count, rate_text, size, spelled_duration
 
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.planner.placement import Kind
+    from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
 
@@ -38,6 +38,7 @@ _COST_LABELS = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
+_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 _PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
 _KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
 # Shares that are placed further from the policy's than this are mentioned.
@@ -259,7 +260,9 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         )
     together = count(made.block_sequences, "sequence")
     if prediction.feasible:
-        speed = f"{_rate(prediction.tokens_per_s)} generated tokens/s, {_rate(made.sequences_per_h)} sequences/h"
+        speed = (
+            f"{rate_text(prediction.tokens_per_s)} generated tokens/s, {rate_text(made.sequences_per_h)} sequences/h"
+        )
         whole = f"{together} at a time, which take" if problem.endless else f"{number} in"
         console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
         console.print(f"Expect {_range(made)}: {made.spread.source}.")
@@ -304,7 +307,7 @@ def _precisions_table(by_precision: Mapping[str, Plan | None]) -> pandas.DataFra
         return {
             "precision": name,
             "weights": size(made.problem.stored_bytes),
-            "tokens/s": _rate(prediction.tokens_per_s),
+            "tokens/s": rate_text(prediction.tokens_per_s),
             "at once": f"{made.block_sequences:,}",
             "a block takes" if made.problem.endless else "takes": spelled_duration(prediction.latency_s),
             "expect": _range(made),
@@ -323,7 +326,7 @@ def _placement_table(made: Plan) -> pandas.DataFrame:
     problem, memory = made.problem, made.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
     table = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
-    for tier, name in TIER_NAMES.items():
+    for tier, name in _TIER_NAMES.items():
         if tier == "gpu" and problem.hardware.gpu is None:
             continue
         used = memory[tier]
@@ -349,6 +352,7 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
     import pandas
 
     from flexgen_helm.planner.frontier import frontier_points
+    from flexgen_helm.report.tables import frontier_table
 
     points = frontier_points(problem, _POINTS)
     precision, workload = problem.precision.name, problem.workload
@@ -362,7 +366,7 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
             f"{model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
             f"{count(round(workload.output), 'generated token')} each; --schedule {points[0]['policy']['schedule']}"
         )
-        print_table(_frontier_table(points, problem))
+        print_table(frontier_table(points).cells.drop(columns="point"))
         output().print(
             "A block is the sequences that are computed at once. Weights, KV cache, and hidden states: percent on "
             "GPU/CPU/disk."
@@ -372,29 +376,3 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
 
         write_file(picture, frontier_page(points, problem, model).to_html())
         say(f"the picture is in {picture}")
-
-
-def _frontier_table(points: Sequence[Mapping[str, Any]], problem: PlanningProblem) -> pandas.DataFrame:
-    import pandas
-
-    def shares(point: Mapping[str, Any], kind: str) -> str:
-        return "/".join(f"{100 * share:.0f}" for share in point["placement"][kind].values())
-
-    def row(point: Mapping[str, Any]) -> dict[str, str]:
-        policy, tokens_per_s = point["policy"], point["tokens_per_s"]
-        sequences = policy["gpu_batch_size"] * policy["num_gpu_batches"]
-        return {
-            "a block takes": spelled_duration(point["latency_s"]),
-            "at once": f"{sequences:,}",
-            "tokens/s": _rate(tokens_per_s),
-            "weights": shares(point, "weights"),
-            "KV cache": shares(point, "cache"),
-            "hidden": shares(point, "activations"),
-            "--policy": point["policy_flag"],
-        }
-
-    return pandas.DataFrame(map(row, points))
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

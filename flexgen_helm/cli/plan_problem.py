@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +16,7 @@ from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.planner.placement import Tier
     from flexgen_helm.planner.problem import PlanningProblem
-
-TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 
 
 def precision_name(config: EngineConfig, model: str) -> str:

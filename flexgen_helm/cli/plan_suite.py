@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
-from flexgen_helm.cli.plan_problem import TIER_NAMES
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
+from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def read_run_entries(conf_paths: Sequence[Path], run_entries: Sequence[str]) -> 
 
     Raises `UsageError` for a file that cannot be read or has no entries, and for an entry that HELM could not run.
     """
-    from flexgen_helm.cli.suite_lengths import without_model
-    from flexgen_helm.run_entries import check_entries, conf_file, read_conf
+    from flexgen_helm.run_entries import check_entries, conf_file, read_conf, without_model
 
     given = list(run_entries)
     for path in conf_paths:
@@ -162,8 +161,8 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     if planned.by_precision:
         print_table(_precisions_table(planned))
     print_table(_table(planned))
-    limits = [f"{name} {size(made.problem.limits[tier])}" for tier, name in TIER_NAMES.items()]
-    console.print(f"Memory allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
+    limits = [f"{size(made.problem.limits[tier])} {place}" for tier, place in TIER_PLACES.items()]
+    console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
         f"Answers count as long as the right ones; the range has {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times as "
         f"many tokens. If none ended before it must, it would take {spelled_duration(planned.limit_s)}."

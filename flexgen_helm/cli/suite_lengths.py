@@ -28,13 +28,6 @@ ANSWER_FACTOR = 2.0
 _NEUTRAL = ("model", "model_deployment", "follow_format_instructions", "output_format_instructions")
 
 
-def without_model(run_entry: str) -> str:
-    """Return the entry without its model."""
-    scenario, arguments = parse(run_entry)
-    kept = [f"{key}={value}" for key, value in arguments.items() if key not in ("model", "model_deployment")]
-    return f"{scenario}:{','.join(kept)}" if kept else scenario
-
-
 def stated_workload(entry: str, most_instances: int, config: ModelConfig) -> EntryWorkload:
     """Return what an entry asks by the table of lengths.
 

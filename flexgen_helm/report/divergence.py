@@ -26,7 +26,6 @@ class ScoredTokens:
     documents: [tokens] number of the document that each token is in.
     baseline, other: [tokens] log-probabilities of the tokens.
     same_top: [tokens] whether both have the same most probable token.
-    bounds: [tokens] lower bounds of the KL divergence.
     sampled: [rows] places of the tokens whose whole rows were compared.
     exact: [rows] their KL divergence.
     """
@@ -35,7 +34,6 @@ class ScoredTokens:
     baseline: Vector
     other: Vector
     same_top: NDArray[np.bool_]
-    bounds: Vector
     sampled: NDArray[np.int64]
     exact: Vector
 
@@ -63,8 +61,6 @@ class Divergence:
         resampled by document; None for a single document.
     same_top: share of the tokens at which both have the same most probable token.
     kl: KL(baseline ‖ precision) of the tokens whose whole rows were compared.
-    kl_bound: lower bounds of it for all tokens.
-    bound_share: sum of the bounds / sum of the KL divergence, where both are known; None if it is 0.
     """
 
     baseline: str
@@ -77,8 +73,6 @@ class Divergence:
     interval: Interval | None
     same_top: float
     kl: Spread
-    kl_bound: Spread
-    bound_share: float | None
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,9 @@ def _divergence(record: Mapping[str, Any]) -> Divergence:
     values = dict(record)
     for name in ("baseline_perplexity", "perplexity", "ratio", "same_top"):
         values[name] = _number(values[name])
-    for name in ("kl", "kl_bound"):
-        spread = values[name]
-        mean, *others = (_number(spread[key]) for key in ("mean", "median", "p99", "largest"))
-        values[name] = Spread(int(spread["tokens"]), mean, _pair(spread["interval"]), *others)
+    spread = values["kl"]
+    mean, *others = (_number(spread[key]) for key in ("mean", "median", "p99", "largest"))
+    values["kl"] = Spread(int(spread["tokens"]), mean, _pair(spread["interval"]), *others)
     return Divergence(**{**values, "interval": _pair(values["interval"])})
 
 
@@ -174,7 +167,6 @@ def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> D
     every = np.arange(len(scored.documents))
     loss = _by_document(scored.baseline - scored.other, every, scored.documents)
     interval = _interval(loss)
-    total = float(scored.exact.sum())
     return Divergence(
         baseline,
         precision,
@@ -186,8 +178,6 @@ def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> D
         None if interval is None else (_exp(interval[0]), _exp(interval[1])),
         float(scored.same_top.mean()),
         _spread(scored.exact, scored.sampled, scored.documents),
-        _spread(scored.bounds, every, scored.documents),
-        float(scored.bounds[scored.sampled].sum()) / total if total > 0 else None,
     )
 
 

@@ -261,8 +261,8 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem,
     )
     notes = (
         "Each point is the policy with the most throughput that the latency allows",
-        "A block is batch size x batches; weights, KV cache and hidden states are the percentages on GPU/in memory, "
-        "and the rest is on disk",
+        "A block is the sequences that are computed at once; weights, KV cache and hidden states are the percentages "
+        f"on GPU/CPU/disk; the schedule is {points[0]['policy']['schedule']}",
     )
     section = Section("Throughput over latency", [tables.frontier_table(points)], notes, plot)
     return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)

@@ -20,6 +20,7 @@ from flexgen_helm.report.scores import (
     reused_note,
     trust_notes,
 )
+from flexgen_helm.report.verdicts import first_names
 from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
@@ -27,8 +28,6 @@ BASELINE = "fp16"
 # HELM writes this into the folder names of our runs.
 _FLEXGEN_MODEL = "model=flexgen_"
 _RESUME = "run the command that made the suite again, and it continues with what is missing"
-# Names of runs that a note lists.
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,5 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
 
 
 def _runs_note(what: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    listed = ", ".join(map(describe_run, names[:_MAX_NAMES])) + more
+    listed = first_names([describe_run(name) for name in names])
     return f"{count(len(names), 'run')} {what} ({listed}); {_RESUME}" if names else ""

@@ -17,7 +17,7 @@ from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.scores import RunScores, precision_rank
 from flexgen_helm.report.throughput import BUCKET
-from flexgen_helm.units import duration, size
+from flexgen_helm.units import duration, rate_text, size, spelled_duration
 
 _RUN_COLUMNS = [
     "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
@@ -247,22 +247,23 @@ def _scale_of(label: str) -> str:
 def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """Return a row per point of `planner.frontier`, numbered as in the plot."""
 
-    def shares(point: Mapping[str, Any], kind: str) -> str:
-        policy = point["policy"]
-        return "/".join(f"{100 * policy[kind + tier]:.0f}" for tier in "gc")
+    def row(number: int, point: Mapping[str, Any]) -> dict[str, str]:
+        weights, cache, hidden = (
+            "/".join(f"{100 * share:.0f}" for share in shares.values()) for shares in point["placement"].values()
+        )
+        sequences = point["policy"]["gpu_batch_size"] * point["policy"]["num_gpu_batches"]
+        return {
+            "point": str(number),
+            "a block takes": spelled_duration(point["latency_s"]),
+            "at once": f"{sequences:,}",
+            "tokens/s": rate_text(point["tokens_per_s"]),
+            "weights": weights,
+            "KV cache": cache,
+            "hidden": hidden,
+            "--policy": point["policy_flag"],
+        }
 
-    policies = [point["policy"] for point in points]
-    cells = {
-        "point": [f"{number}" for number in range(1, len(points) + 1)],
-        "latency of a block": [seconds_text(point["latency_s"]) for point in points],
-        "tokens/s": [f"{point['tokens_per_s']:,.3g}" for point in points],
-        "block": [f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}" for policy in policies],
-        "schedule": [policy["schedule"] for policy in policies],
-        "weights": [shares(point, "w") for point in points],
-        "KV cache": [shares(point, "c") for point in points],
-        "hidden states": [shares(point, "h") for point in points],
-    }
-    return Table(pd.DataFrame(cells))
+    return Table(pd.DataFrame(row(number, point) for number, point in enumerate(points, 1)))
 
 
 # --- Text ---

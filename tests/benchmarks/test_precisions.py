@@ -14,7 +14,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.report.divergence import Divergence, Spread
 
 SPREAD = Spread(400, 0.1, (0.05, 0.15), 0.08, 0.7, 1.5)
-FOUND = Divergence("fp16", "8bit", 1000, 4, 20.0, 22.0, 1.1, (1.05, 1.15), 0.9, SPREAD, SPREAD, 0.8)
+FOUND = Divergence("fp16", "8bit", 1000, 4, 20.0, 22.0, 1.1, (1.05, 1.15), 0.9, SPREAD)
 WORDS = {"fp16": [(1, 2), (3,), (9,), (4,)], "8bit": [(1, 2), (5,), (8,), (6,)], "4bit": [(7, 7), (3,), (9,), (6,)]}
 WANTED = [(1, 2), (3,), (7,), (6,)]
 

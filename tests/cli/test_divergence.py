@@ -35,7 +35,7 @@ def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
             expected = json.loads(capsys.readouterr().out)
             assert found[key] == pytest.approx(expected["perplexity"], rel=1e-6)
             assert found["tokens"] == expected["tokens_scored"]
-        assert found["kl"]["tokens"] == 50 and 0 < found["bound_share"] < 1
+        assert found["kl"]["tokens"] == 50
         assert found["interval"][0] < found["ratio"] < found["interval"][1]
     assert 0 < by_precision["8bit"]["kl"]["mean"] < by_precision["4bit"]["kl"]["mean"] / 20
     assert by_precision["8bit"]["same_top"] > by_precision["4bit"]["same_top"]
@@ -47,12 +47,11 @@ def test_for_people_and_with_weights_from_the_disk(tiny, tmp_path, capsys):
         tiny("opt"), tmp_path, "--max-windows", "3", "--offload-dir", str(folder), "--policy", "2x1,0,0,0,100,0,100"
     )
     assert cli.main(argv) == 0
-    first, perplexity, top, head, exact, least, share = capsys.readouterr().out.splitlines()
+    first, perplexity, top, head, exact = capsys.readouterr().out.splitlines()
     assert first == "4bit against fp16: 117 tokens in 3 windows"
     assert perplexity.startswith("  perplexity ") and top.startswith("  same top token at ")
     assert head.split()[3:] == ["mean", "95", "%", "interval", "median", "99", "%", "largest"]
-    assert exact.startswith("  117 tokens, exact") and least.startswith("  all tokens, at least")
-    assert len({*map(len, (head, exact, least))}) == 1 and share.startswith("  the lower bound is ")
+    assert exact.startswith("  117 tokens, exact") and len(head) == len(exact)
     assert not [*folder.glob("tmp*")]  # the rows are gone
 
 

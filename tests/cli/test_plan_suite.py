@@ -14,9 +14,9 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli import suite_lengths
-from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload, without_model
+from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload
 from flexgen_helm.errors import UsageError
-from flexgen_helm.run_entries import read_conf
+from flexgen_helm.run_entries import read_conf, without_model
 from flexgen_helm.runs.lengths import LENGTHS, lengths_of
 from flexgen_helm.service.models import ModelArguments
 from tests.helpers.plan_process import plan
@@ -74,7 +74,7 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
         "Expect ",
         "Measured once, gsm",
         "Assumed, med_qa: 6 ",
-        "Memory allowed: GPU ",
+        "\nAllowed: 13.4 GiB ",
     )
     for words in (*told, "  flexgen-helm run -r gsm:model=flexgen/opt-30b "):
         assert words in shown

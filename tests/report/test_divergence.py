@@ -30,7 +30,7 @@ def draw_tokens(draw, documents, tokens, mean):
     sampled = np.sort(draw.choice(len(own), len(own) // 5, replace=False))
     base = -draw.exponential(3.0, len(own))
     same = draw.random(len(own)) < 0.9
-    return ScoredTokens(own, base, base - exact, same, exact * 0.75, sampled, exact[sampled]), exact
+    return ScoredTokens(own, base, base - exact, same, sampled, exact[sampled]), exact
 
 
 def test_figures_are_direct_sums():
@@ -40,25 +40,24 @@ def test_figures_are_direct_sums():
     assert found.perplexity == pytest.approx(math.exp(-scored.other.mean()))
     assert found.ratio == pytest.approx(found.perplexity / found.baseline_perplexity) == math.exp(exact.mean())
     assert found.kl.mean == pytest.approx(exact[scored.sampled].mean()) and found.kl.tokens == len(exact) // 5
-    assert found.kl_bound.mean == pytest.approx(0.75 * exact.mean()) and found.bound_share == pytest.approx(0.75)
-    ordered = np.sort(0.75 * exact)
-    assert found.kl_bound.largest == ordered[-1] and found.kl_bound.median == pytest.approx(np.median(ordered))
-    assert ordered[int(0.99 * len(ordered)) - 1] <= found.kl_bound.p99 <= ordered[int(0.99 * len(ordered)) + 1]
+    ordered = np.sort(scored.exact)
+    assert found.kl.largest == ordered[-1] and found.kl.median == pytest.approx(np.median(ordered))
+    assert ordered[int(0.99 * len(ordered)) - 2] <= found.kl.p99 <= ordered[-1]
     for interval, value in ((found.interval, found.ratio), (found.kl.interval, found.kl.mean)):
         assert interval[0] < value < interval[1]
 
 
-def test_one_document_has_no_interval_and_no_difference_has_no_share():
+def test_one_document_has_no_interval():
     nothing = np.zeros(5)
-    scored = ScoredTokens(nothing.astype(int), nothing - 1, nothing - 1, nothing == 0, nothing, np.arange(5), nothing)
+    scored = ScoredTokens(nothing.astype(int), nothing - 1, nothing - 1, nothing == 0, np.arange(5), nothing)
     found = divergence_between("fp16", "8bit", scored)
-    assert found.interval is found.kl.interval is found.kl_bound.interval is found.bound_share is None
+    assert found.interval is found.kl.interval is None
     assert (found.ratio, found.same_top, found.kl.largest, found.documents) == (1.0, 1.0, 0.0, 1)
 
 
 def test_a_broken_precision_has_an_infinite_perplexity():
     ones = np.ones(4)
-    scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones == 0, ones, np.arange(4), ones)
+    scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones == 0, np.arange(4), ones)
     assert divergence_between("fp16", "4bit", scored).perplexity == math.inf
 
 
