@@ -34,7 +34,6 @@ DEVICES = "devices.json"
 START_S, STEP_S = 180, 30
 # Policies are given, so any GPU's rates will do; compiled loops of the host are tried elsewhere.
 _VARIABLES = {"FLEXGEN_HELM_HARDWARE": "t4", "FLEXGEN_HELM_LOOPS": "0"}
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def require_trial(device: torch.device, unverified: bool) -> bool:
@@ -100,9 +99,8 @@ def _tried(device: torch.device) -> dict[str, str]:
 
 def _in_child(device: torch.device, names: Sequence[str], off: Sequence[str]) -> tuple[int, str]:
     """Try paths in a new process, with `off` switched off; return how many passed, and what is wrong with the next."""
-    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-    paths = str(Path(__file__).parents[2]), environment.get("PYTHONPATH")
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **_VARIABLES}
+    paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **_VARIABLES}
     command = [
         sys.executable,
         "-P",
