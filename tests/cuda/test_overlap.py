@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_helm import Policy
+from flexgen_helm import MemoryLimits, Policy
 from flexgen_helm.engine.attention_metadata import DecodeAttention
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.offload.prefetcher import WeightPrefetcher
 from tests.cuda.clock import Clock
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import requests, run
+from tests.cuda.engine_runs import MIB, requests, run
 from tests.helpers.tiny_models import llama_config
 
 # A unit is 1/15 of a layer; a piece, which small copies wait for, is 1/150 of it as in OPT-30B.
@@ -20,6 +20,7 @@ WEIGHTS, CACHES = Policy(2, 4, 0, 1, 1, 0, 1, 0), Policy(2, 4, 1, 0, 0, 1, 1, 0)
 BOTH = Policy(2, 4, 0, 1, 0, 1, 1, 0)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 BOUND = 1.05
+LIMITS = MemoryLimits(gpu=256 * MIB, cpu=128 * MIB, disk=256 * MIB)  # all of the weights may stay on the device
 LAYERS = 24  # half of those of OPT-30B: between two passes the device waits for the sampled tokens
 
 
@@ -58,8 +59,8 @@ def passes(folder, policy, clock, host_s):
             patch.setattr(f"flexgen_helm.offload.weights.{name}", UNIT_BYTES)
         patch.setattr("flexgen_helm.offload.copy_engine.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
         run(
-            folder, requests(8, 20, 5), torch.float16, policy=policy, schedule="zigzag", cpu_attention=bool(host_s),
-            cuda_graphs=False,
+            folder, requests(8, 20, 5), torch.float16, limits=LIMITS, policy=policy, schedule="zigzag",
+            cpu_attention=bool(host_s), cuda_graphs=False,
         )  # fmt: skip
     device.check()
     (began, before), (ended, after) = marks[2], marks[-1]
