@@ -24,18 +24,13 @@ KNOWN = (
     "accuracy",
     "offload",
     "ablation",
-    "blocks",
-    "scaled",
     "policy",
     "kernels",
     "formats",
     "precisions",
-    "long_answers",
-    "network",
     "gpu",
     "experts",
     "paper",
-    "trace",
 )
 UNTIMED = ("accuracy", "formats", "paper")
 BUSY_LOAD = 0.5  # runnable processes
@@ -55,7 +50,7 @@ class Options:
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
-    model: for `precisions` and `trace`
+    model: for `precisions`
     table: of `paper`
     measure: `paper` runs the benchmarks that measure its tables
     prompt_len, gen_len: other lengths for `paper`'s table of throughputs

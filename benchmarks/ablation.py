@@ -47,9 +47,6 @@ class Paper:
     cache_bytes: int = 2
 
 
-OPT_175B = Paper(model_bytes=350e9, hidden_size=12288)
-
-
 @dataclass(frozen=True)
 class Workload:
     """The paper's block on a small model.
@@ -118,9 +115,7 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
     records: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(workload.repeats):
         for variant in variants(workload):
-            arguments = block_arguments(workload, scaled, variant.policy, scratch, **variant.engine)
-            arguments["rows"] *= variant.blocks
-            record = in_own_process(run_engine, arguments)
+            record = in_own_process(run_engine, block_arguments(workload, scaled, variant, scratch))
             records.setdefault(variant.label, []).append(record)
             options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
     return assemble(workload, variants(workload), records, scaled)
@@ -146,29 +141,21 @@ def scale(workload: Workload, options: Options) -> Scaled:
     return Scaled(link, disk, gpu, rate, prompt)
 
 
-def block_arguments(
-    workload: Workload, scaled: Scaled, policy: Policy | None, scratch: Path, *, rows: int | None = None, **engine: Any
-) -> dict[str, Any]:
-    """Return the arguments with which `run_engine` runs sequences on the simulated GPU.
-
-    policy: None for the one that the engine searches.
-    rows: sequences; a block of the policy where nothing is said.
-    engine: arguments of the engine that differ.
-    """
+def block_arguments(workload: Workload, scaled: Scaled, variant: Variant, scratch: Path) -> dict[str, Any]:
+    """Return the arguments with which `run_engine` runs a variant on the simulated GPU."""
     machine: dict[str, Any] = {
         "device": "sim",
         "link_gb_s": [scaled.link_gb_s] * 2,
         "disk_gb_s": list(scaled.disk_gb_s),
         "offload_dir": str(scratch),
+        "schedule": "zigzag",
+        "policy": policy_text(variant.policy),
     }
-    if policy is not None:
-        machine |= {"schedule": "zigzag", "policy": policy_text(policy)}
-        rows = rows or policy.block_size
     return {
         "model": workload.model,
-        "engine": {**machine, **engine},
+        "engine": {**machine, **variant.engine},
         "limits": {"gpu": scaled.gpu_bytes},
-        "rows": rows,
+        "rows": variant.blocks * variant.policy.block_size,
         "prompt": scaled.prompt,
         "output": workload.output,
     }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexgen_helm.benchmarks.network import NETWORKS, OUTPUTS, predicted_rows
+from flexgen_helm.benchmarks.paper.network import NETWORKS, OUTPUTS, predicted_rows
 
 CHART = Path(__file__).resolve().parent / "images" / "network.svg"
 # Geometry in pixels: of the picture, of a panel's axes.

@@ -104,18 +104,15 @@ def _measured(tables: Sequence[Table], options: Options) -> dict[str, Mapping[st
     return results
 
 
-_SCALED = Measurement("scaled", 23)
 TABLES = (
     Table(
         "throughput",
         "Maximum throughput, 512 + 32 tokens",
         "tokens/s",
         rows.throughput,
-        "not measured here: no T4, and not the memory for these models. Shares: OPT-125M with dummy weights on the "
-        "simulated GPU, by our engine with the system's policy, schedule and overlap (`bench scaled`), without "
-        "compression: a processor unpacks 4 bits for a time that a GPU does not take. The largest error is that of "
-        "4-bit OPT-175B, where one rate of dequantization serves weights and cache.",
-        measured_by=(_SCALED, Measurement("gpu", 12)),
+        "not measured here: no T4, and not the memory for these models. The largest error is that of 4-bit OPT-175B, "
+        "where one rate of dequantization serves weights and cache.",
+        measured_by=(Measurement("gpu", 12),),
     ),
     Table(
         "frontier",
@@ -123,13 +120,11 @@ TABLES = (
         "tokens/s; seconds of a block",
         rows.frontier,
         "a block of as many sequences as in the paper, by the policy with the least latency that the search finds; the "
-        "paper names none. DeepSpeed and Accelerate have those of the main table. Measured: shares of the largest "
-        "block's throughput, OPT-125M with dummy weights on the simulated GPU (`bench blocks`). Compressed "
+        "paper names none. DeepSpeed and Accelerate have those of the main table. Not measured here. Compressed "
         "OPT-175B is predicted to take up to 27 % longer than it did for few sequences, and 27 % less for many: one "
         "rate of dequantization serves weights and cache.",
         (("paper_s", "paper, s"), ("predicted_s", "predicted, s")),
-        (Measurement("blocks", 12),),
-        "Throughput by latency of four systems, the paper's and predicted",
+        picture="Throughput by latency of four systems, the paper's and predicted",
     ),
     Table(
         "techniques",
@@ -137,10 +132,10 @@ TABLES = (
         "share of the throughput with all techniques",
         rows.techniques,
         "measured: OPT-125M with dummy weights on a simulated machine with the paper's proportions on two cores, with "
-        "22 + 12 tokens for OPT-30B (`bench ablation`) and 10 + 12 for OPT-175B (`bench scaled`). All rows agree in "
+        "22 + 12 tokens (`bench ablation`). All rows agree in "
         "direction. The simulated GPU's copies and products use the host's cores, so overlap and attention on the CPU "
         "have less to gain. Left out: OPT-175B's DeepSpeed policy, of which the paper has one digit.",
-        measured_by=(Measurement("ablation", 5), _SCALED),
+        measured_by=(Measurement("ablation", 5),),
         picture="Throughput without each technique, of the paper, predicted and measured",
     ),
     Table(
@@ -148,11 +143,8 @@ TABLES = (
         "Ablation of policies",
         "tokens/s",
         rows.policies,
-        "not measured here: no T4. Shares: as in the throughput table; the simulated machine's disk has the paper's "
-        "proportion to products, and no page cache. With all weights on the disk (0/0), OPT-125M's head, a third of "
-        "its weights, is read for each batch of the block: the simulated GPU has no room for it. OOM: memory ran out. "
-        "A paper's figure below 0.05 has two decimals and is too coarse to compare.",
-        measured_by=(_SCALED,),
+        "not measured here: no T4. OOM: memory ran out. A paper's figure below 0.05 has two decimals and is too coarse "
+        "to compare.",
     ),
     Table(
         "breakdown",
@@ -161,10 +153,8 @@ TABLES = (
         rows.breakdown,
         "the predicted parts add up, because nothing overlaps. The paper's add up to 1.2 times its prefill and 1.04 "
         "times its decoding, and it has none for hidden states. Its prefill reads weights for 768 s, a decode pass for "
-        "98 s; the model has the same reads in both. Measured: OPT-125M with dummy weights and the paper's block and "
-        "proportions, 10 + 12 tokens, on the simulated machine (`bench blocks`). Its prompts are a fiftieth as long, "
-        "so a prefill computes less for each byte that it moves. In decoding the order of the parts is the paper's.",
-        measured_by=(Measurement("blocks", 12),),
+        "98 s; the model has the same reads in both. In decoding the order of the parts is the paper's. Not measured "
+        "here: no T4.",
         picture="Parts of both phases, as shares of their time",
     ),
     Table(
@@ -172,30 +162,24 @@ TABLES = (
         "Speed of the SSD, OPT-175B, a disk of 0.5 GB/s",
         "tokens/s",
         rows.ssd_speed,
-        "not measured here: the model has 350 GB. Shares: of the throughput with the fast disk, in small, past the "
-        "page cache (`bench scaled`). The paper's disk reads about 1 GB/s in this run, twice the listed rate.",
-        measured_by=(_SCALED,),
+        "not measured here: the model has 350 GB. The paper's disk reads about 1 GB/s in this run, twice the listed "
+        "rate.",
     ),
     Table(
         "subscenarios",
         "Sub-scenarios of HELM, OPT-IML-30B",
         "minutes",
         rows.subscenarios,
-        "not measured here: no T4. Shares: an eighth of the sequences in small, with the policies that our search "
-        "finds (`bench scaled`). Decoding has a larger part there: prompts are a twentieth as long, and new tokens a "
-        "third. The paper's minutes have downloads, initialization and metrics in them, the "
+        "not measured here: no T4. The paper's minutes have downloads, initialization and metrics in them, the "
         "predicted ones generation alone. The paper names no policies: the search's are predicted. Shapes are "
         "OPT-30B's, and prompts have the paper's padded lengths.",
-        measured_by=(_SCALED,),
     ),
     Table(
         "data_wrangling",
         "Data wrangling",
         "seconds",
         rows.data_wrangling,
-        "not measured here: no T4. Shares: as many prompts in small, with the policies that our search finds (`bench "
-        "scaled`). The paper names no policies: the search's are predicted.",
-        measured_by=(_SCALED,),
+        "not measured here: no T4. The paper names no policies: the search's are predicted.",
     ),
     Table(
         "mixed_lengths",
@@ -220,9 +204,7 @@ TABLES = (
         "tokens/s of a GPU, seconds of 12 sequences, ms",
         rows.network,
         "the paper has a picture of three networks, and Petals' throughput below 10 ms at 1 Gbit/s: 2.84 tokens/s. The "
-        "model has no cost of Petals' servers and clients, so the pipeline is predicted faster than Petals was. "
-        "Measured: two processes over links of that delay and rate (`bench network`), predicted for them.",
-        measured_by=(Measurement("network", None),),
+        "model has no cost of Petals' servers and clients, so the pipeline is predicted faster than Petals was.",
     ),
     Table(
         "accuracy",

@@ -11,7 +11,7 @@ from flexgen_helm.benchmarks.paper.comparison import TABLES, Table
 from flexgen_helm.benchmarks.paper.rows import Sources
 
 # Benchmarks whose stored results are in the tables.
-_MEASURED = ("ablation", "blocks", "clients", "network", "precisions", "scaled")
+_MEASURED = ("ablation", "clients", "precisions")
 # As the names of result files say it.
 _PROCESSORS = {"amd_epyc": "AMD EPYC", "intel_xeon": "Intel Xeon"}
 

@@ -6,7 +6,7 @@ A row has a label, and under `paper`, `predicted` and `measured` a figure or Non
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.network import NETWORKS, offloading, pipeline
+from flexgen_helm.benchmarks.paper.network import NETWORKS, offloading, pipeline
 from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
-from flexgen_helm.benchmarks.scaled import left_out, scaled_label, throughput_label
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, Affine, fraction_vector
@@ -78,13 +77,12 @@ class Sources:
 
 
 def throughput(sources: Sources) -> list[Row]:
-    """Return the main table, OPT-30B's in small, and what `bench gpu` has measured.
+    """Return the main table, and what `bench gpu` has measured.
 
     For other lengths there are predictions alone, for FlexGen with the search's policies.
     """
     lines = [row for row in _evaluated() if row["table"] == "throughput_512"]
     if (sources.prompt, sources.output) == (PROMPT, OUTPUT):
-        own = [row for row in sources.rows("gpu").values() if "tokens_per_s" in row]
         device = (sources.result("gpu") or {"hardware": {"device": ""}})["hardware"]["device"]
         on_gpu = [
             {
@@ -93,9 +91,10 @@ def throughput(sources: Sources) -> list[Row]:
                 "predicted": None,
                 "measured": _digits(row["tokens_per_s"]),
             }
-            for row in own
+            for row in sources.rows("gpu").values()
+            if "tokens_per_s" in row
         ]
-        return [_predicted(line) for line in lines] + _in_small(lines, sources) + on_gpu
+        return [_predicted(line) for line in lines] + on_gpu
     rows = []
     for line in lines:
         other = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
@@ -104,66 +103,22 @@ def throughput(sources: Sources) -> list[Row]:
             found = search(problem, (ZIGZAG,))
             label, costs = f"{line['system']} {line['model']} {found.policy}", found.prediction
         else:
-            label, costs = throughput_label(line), predict_row(other, load_profile("t4"))
+            label, costs = _throughput_label(line), predict_row(other, load_profile("t4"))
         predicted = _digits(costs.tokens_per_s) if costs.feasible else "OOM"
         rows.append({"label": label, "paper": None, "predicted": predicted, "measured": None})
     return rows
 
 
 def policies(sources: Sources) -> list[Row]:
-    lines = [row for row in _evaluated() if row["table"] == "ablation_policies"]
-    return [_predicted(row) for row in lines] + _in_small(lines, sources)
-
-
-def _in_small(lines: Iterable[Row], sources: Sources) -> list[Row]:
-    """Return what `bench scaled` has of these rows: throughputs over that of the paper's best policy for the model."""
-    measured = [line for line in lines if scaled_label(line) in sources.rows("scaled")]
-    return [
-        {"label": f"share of {_label(_best(line))}: {_label(line)}{left_out(line)}", **_share_of_best(line, sources)}
-        for line in measured
-        if line is not _best(line)
-    ]
-
-
-def _share_of_best(line: Row, sources: Sources) -> Row:
-    """Return a row's throughput over that of its model's best policy; measured by `bench scaled`, if it was."""
-    best, own = _best(line), sources.rows("scaled")
-    shares: Row = {
-        column: round(float(line[key]) / float(best[key]), 3)
-        for column, key in (("paper", "tokens_per_s"), ("predicted", "predicted_tokens_per_s"))
-    }
-    rates = [own[label]["tokens_per_s"] for row in (line, best) if (label := scaled_label(row)) in own]
-    return {**shares, "measured": round(rates[0] / rates[1], 3) if len(rates) == 2 else None}
-
-
-def _shares_of_time(rows: Sequence[Row], table: str, sources: Sources) -> list[Row]:
-    """Return what `bench scaled` has of a table of times: each over the sum of all."""
-    own = sources.rows("scaled")
-    measured = {name: row for row in rows if (name := f"{table}: {row['label'].removeprefix('opt-30b: ')}") in own}
-    if not measured:
-        return []
-    sums = {column: sum(row[column] for row in measured.values()) for column in ("paper", "predicted")}
-    whole = sum(own[name]["median"] for name in measured)
-    return [
-        {
-            "label": f"share of the time of all: {row['label']}",
-            **{column: round(row[column] / sums[column], 3) for column in sums},
-            "measured": round(own[name]["median"] / whole, 3),
-        }
-        for name, row in measured.items()
-    ]
+    return [_predicted(row) for row in _evaluated() if row["table"] == "ablation_policies"]
 
 
 def ssd_speed(sources: Sources) -> list[Row]:
-    lines = [row for row in _evaluated() if row["table"] == "ssd_speed"]
-    return [_predicted(row) for row in lines] + _in_small(lines, sources)
+    return [_predicted(row) for row in _evaluated() if row["table"] == "ssd_speed"]
 
 
 def frontier(sources: Sources) -> list[Row]:
-    """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's.
-
-    Measured are shares of the largest block's throughput, beside the paper's and the predicted ones of OPT-30B.
-    """
+    """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's."""
     policies = {(row["system"], row["model"]): row for row in _evaluated() if row["table"] == "throughput_512"}
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "latency_throughput_512_32_T4.csv").to_dict("records"):
@@ -183,14 +138,6 @@ def frontier(sources: Sources) -> list[Row]:
                 "predicted_s": round(costs.block_s),
             }
         )
-    figures = {row["label"]: row for row in rows}
-    largest = figures["FlexGen opt-30b, block of 144"]
-    for label, own in sources.rows("blocks").items():
-        if (row := figures.get(f"FlexGen opt-30b, {label}")) and row is not largest:
-            shares = {column: round(row[column] / largest[column], 3) for column in ("paper", "predicted")}
-            name = f"share of 144 sequences, {label}"
-            seconds = {"paper_s": None, "predicted_s": None}
-            rows.append({"label": name, **shares, "measured": round(own["of_largest"], 3), **seconds})
     return rows
 
 
@@ -219,7 +166,7 @@ def techniques(sources: Sources) -> list[Row]:
         if row["model"] == "opt-175b" and row["table"] == "ablation_techniques":
             # The row that has both techniques has another policy.
             without = next((name for flag, name in flags.items() if row[flag] == "0"), "no policy search")
-            large.append({"label": f"OPT-175B, {without}", **_share_of_best(row, sources)})
+            large.append({"label": f"OPT-175B, {without}", **_share_of_best(row)})
     return [
         {
             "label": f"OPT-30B, {label}",
@@ -231,6 +178,21 @@ def techniques(sources: Sources) -> list[Row]:
     ] + large
 
 
+def _share_of_best(line: Row) -> Row:
+    """Return the throughput of a row of OPT-175B over that of the best policy with as much page cache."""
+    (best,) = (
+        row
+        for row in _evaluated()
+        if _throughput_label(row) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
+        and row["page_cache"] == line["page_cache"]
+        and row["overlap"] == row["cpu_attention"] == "1"
+        and float(row["disk_read_gb_s"]) >= 1
+    )
+    keys = {"paper": "tokens_per_s", "predicted": "predicted_tokens_per_s"}
+    shares = {column: round(float(line[key]) / float(best[key]), 3) for column, key in keys.items()}
+    return {**shares, "measured": None}
+
+
 def breakdown(sources: Sources) -> list[Row]:
     """OPT-175B without overlap: seconds of each phase, and what share of them each part takes."""
     paper = pd.read_csv(PAPER / "breakdown_opt_175b_512_T4.csv", index_col="stage").to_dict("index")
@@ -239,27 +201,26 @@ def breakdown(sources: Sources) -> list[Row]:
         for row in _evaluated()
         if row["model"] == "opt-175b" and row["system"] == "FlexGen" and row["overlap"] == "0"
     )
-    predicted, own = predicted_parts(line), sources.rows("blocks")
+    predicted = predicted_parts(line)
     rows: list[Row] = []
     for stage, figures in paper.items():
         seconds = {
             "paper": {"total": figures["total_s"]} | {part: figures[name] for part, name in _PARTS.items() if name},
             "predicted": predicted[stage],
-            "measured": {part: own[f"{stage}: {part}"]["seconds"] for part in ("total", *_PARTS)} if own else {},
         }
-        totals = {column: _digits(spent["total"]) if spent else None for column, spent in seconds.items()}
-        rows.append({"label": f"{stage}, seconds", **totals})
+        totals = {column: _digits(spent["total"]) for column, spent in seconds.items()}
+        rows.append({"label": f"{stage}, seconds", **totals, "measured": None})
         for part in _PARTS:
             shares = {
                 column: round(spent[part] / spent["total"], 3) if part in spent else None
                 for column, spent in seconds.items()
             }
-            rows.append({"label": f"{stage}: {part}", **shares})
+            rows.append({"label": f"{stage}: {part}", **shares, "measured": None})
         sums = {
-            column: round(sum(spent[part] for part in _PARTS if part in spent) / spent["total"], 3) if spent else None
+            column: round(sum(spent[part] for part in _PARTS if part in spent) / spent["total"], 3)
             for column, spent in seconds.items()
         }
-        rows.append({"label": f"{stage}: all parts", **sums})
+        rows.append({"label": f"{stage}: all parts", **sums, "measured": None})
     return rows
 
 
@@ -323,7 +284,7 @@ def subscenarios(sources: Sources) -> list[Row]:
         rows.append(
             {"label": line["run_entry"], "paper": line["minutes"], "predicted": round(minutes), "measured": None}
         )
-    return rows + _shares_of_time(rows, "subscenarios", sources)
+    return rows
 
 
 def data_wrangling(sources: Sources) -> list[Row]:
@@ -341,7 +302,7 @@ def data_wrangling(sources: Sources) -> list[Row]:
                     "measured": None,
                 }
             )
-    return rows + _shares_of_time(rows, "data_wrangling", sources)
+    return rows
 
 
 def mixed_lengths(sources: Sources) -> list[Row]:
@@ -379,11 +340,6 @@ def network(sources: Sources) -> list[Row]:
         figures = {"paper": paper.get(name), "predicted": _digits(tokens_per_s), "measured": None}
         rows.append({"label": f"{where}: tokens/s of a GPU", **figures})
         rows.append({"label": f"{where}: seconds", "paper": None, "predicted": round(latency), "measured": None})
-    measured = sources.rows("network")
-    for name in NETWORKS:
-        if line := measured.get(f"two processes, {name}, a decode step"):
-            ms = {"predicted": round(1000 * line["predicted_s"]), "measured": round(1000 * line["median"])}
-            rows.append({"label": f"two processes here, {name}: ms of a decode step", "paper": None, **ms})
     return rows
 
 
@@ -411,22 +367,13 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     return search(full_memory(problem), (ZIGZAG,))
 
 
-def _best(line: Row) -> Row:
-    """Return FlexGen's row of the paper's best policy for a row's model, with as much page cache."""
-    if line["model"] == "opt-30b":
-        return _opt_30b()
-    (best,) = (
-        row
-        for row in _evaluated()
-        if throughput_label(row) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
-        and row["page_cache"] == line["page_cache"]
-        and not left_out(row)
-    )
-    return best
-
-
 def _label(row: Row) -> str:
-    return throughput_label(row) + (", page cache held back" if row["page_cache"] == "held_back" else "")
+    return _throughput_label(row) + (", page cache held back" if row["page_cache"] == "held_back" else "")
+
+
+def _throughput_label(row: Row) -> str:
+    shares = " ".join("/".join(str(row[f"{kind}{tier}"]) for tier in "gc") for kind in "wch")
+    return f"{row['system']} {row['model']} {row['gpu_batch_size']}x{row['num_gpu_batches']} {shares}"
 
 
 def _predicted(row: Row) -> Row:

@@ -53,7 +53,7 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="precisions, trace: name, folder, or .gguf file. Default: the benchmark's."),
+        typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the benchmark's."),
     ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
     measure: Annotated[
@@ -83,22 +83,17 @@ def bench(
     All sides of a comparison are measured in one call, in alternation. The table shows medians.
 
     Benchmarks:
-      clients       whole runs with our client, and with HELM's own
-      accuracy      LAMBADA and WikiText-2, beside lm-evaluation-harness
-      offload       weights streamed from the disk, against memory and Accelerate
-      long_answers  many long answers in little memory, against reserving the most
-      ablation      each technique left out, on a simulated GPU
-      blocks        throughput by block size, and a run's seconds by part, on a simulated GPU
-      scaled        the paper's policies, data wrangling and sub-scenarios in small, on a simulated GPU
-      network       a pipeline over slow links, against offloading on one device
-      experts       a mixture of experts four times as large as memory
-      gpu           a GPU's links and products, and large models in 16 GB of it
-      policy        predicted against measured time, and other policies
-      kernels       unpacking 4 bits, and products with packed weights
-      formats       what formats of weights and KV cache cost in accuracy
-      precisions    bytes, speed, perplexity, divergence, and flips of a model's precisions
-      paper         tables of the FlexGen paper, predicted for its T4 and measured
-      trace         what each thread does in a decode pass; -o FILE.html draws it
+      clients     whole runs with our client, and with HELM's own
+      accuracy    LAMBADA and WikiText-2, beside lm-evaluation-harness
+      offload     weights streamed from the disk, against memory and Accelerate
+      ablation    each technique left out, on a simulated GPU
+      experts     a mixture of experts four times as large as memory
+      gpu         a GPU's links and products, and large models in 16 GB of it
+      policy      predicted against measured time, and other policies
+      kernels     unpacking 4 bits, and products with packed weights
+      formats     what formats of weights and KV cache cost in accuracy
+      precisions  bytes, speed, perplexity, divergence, and flips of a model's precisions
+      paper       tables of the FlexGen paper, predicted for its T4 and measured
     """
     check_engine_flags(engine)
     if folder := engine.get("offload_dir"):
@@ -147,11 +142,7 @@ def bench(
             console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
         for line in result.get("notes", ()):
             console.print(line, soft_wrap=True)
-    if out is not None and name == "trace" and out.suffix == ".html":
-        from flexgen_helm.benchmarks.trace import write_page
-
-        write_page(result, out)
-    elif out is not None:
+    if out is not None:
         write_json(out, result)
 
 

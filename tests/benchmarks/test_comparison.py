@@ -55,9 +55,9 @@ def test_another_figure_is_another_table(tmp_path, monkeypatch):
 
 def test_every_technique_helps_in_the_paper_the_model_and_the_measurement():
     lines = found("techniques")
-    assert len(lines) == 4 + 3
+    assert [row["measured"] is None for row in lines] == [False] * 4 + [True] * 3
     for row in lines:
-        assert max(row["paper"], row["predicted"], row["measured"]) < 1, row
+        assert max(row["paper"], row["predicted"], row["measured"] or 0) < 1, row
 
 
 def test_the_parts_of_the_breakdown_add_up_to_the_cost_models_phases():
@@ -90,11 +90,8 @@ def test_parts_that_overlap_take_longer_than_the_whole():
 
 
 def test_blocks_of_the_frontier_take_about_as_long_as_in_the_paper():
-    every = found("frontier")
-    lines, shares = every[:38], every[38:]
-    # Measured on a busy machine: the paper's shares of the largest block's throughput, roughly.
-    assert len(shares) == 5
-    assert all(row["measured"] == pytest.approx(row["paper"], rel=0.3) for row in shares), shares
+    lines = found("frontier")
+    assert len(lines) == 38
     assert statistics.median(abs(row["predicted"] / row["paper"] - 1) for row in lines) <= 0.12
     for row in lines:
         # One digit of a small throughput is all that the paper has.
@@ -104,42 +101,23 @@ def test_blocks_of_the_frontier_take_about_as_long_as_in_the_paper():
 
 
 def test_data_wrangling_takes_about_as_long_as_in_the_paper():
-    lines = [row for row in found("data_wrangling") if row["measured"] is None]
+    lines = found("data_wrangling")
     assert len(lines) == 12
     assert all(row["predicted"] == pytest.approx(row["paper"], rel=0.3) for row in lines), lines
 
 
 def test_offloading_has_the_higher_throughput_in_every_network_as_in_the_paper():
     lines = {row["label"]: row for row in found("network")}
-    own = lines.pop("offloading: tokens/s of a GPU")
-    others = [row for label, row in lines.items() if label.endswith("tokens/s of a GPU")]
-    assert len(others) == 3
-    assert all(row["predicted"] < own["predicted"] for row in others) and others[0]["paper"] < own["paper"]
-    steps = [row for label, row in lines.items() if "decode step" in label]
-    assert len(steps) == 3 and all(row["predicted"] == pytest.approx(row["measured"], rel=0.05) for row in steps)
+    offloaded = lines.pop("offloading: tokens/s of a GPU")
+    pipelines = [row for label, row in lines.items() if label.endswith("tokens/s of a GPU")]
+    assert len(pipelines) == 3 and pipelines[0]["paper"] < offloaded["paper"]
+    assert all(row["predicted"] < offloaded["predicted"] for row in pipelines)
 
 
 def test_sub_scenarios_take_no_longer_than_the_papers_minutes_which_have_more_in_them():
-    lines = [row for row in found("subscenarios") if row["measured"] is None]
+    lines = found("subscenarios")
     assert len(lines) == 7
     assert all(row["paper"] * 0.4 <= row["predicted"] <= row["paper"] for row in lines), lines
-
-
-@pytest.mark.parametrize(
-    ("table", "times"), [("policies", 1.25), ("ssd", 1.4), ("data_wrangling", 1.6), ("subscenarios", 3.0)]
-)
-def test_shares_in_small_are_about_the_papers(table, times):
-    """And of policies, what is slower in the paper is slower here.
-
-    Policies with all weights on the disk are left out: a small model's head is a large part of what they read.
-    """
-    lines = [row for row in found(table) if row["measured"] is not None and " 0/0 0/0 " not in row["label"]]
-    assert len(lines) == {"policies": 8, "ssd": 2, "data_wrangling": 6, "subscenarios": 7}[table]
-    for row in lines:
-        assert 1 / times < row["measured"] / row["paper"] < times, row
-    by_paper = sorted(lines, key=lambda row: row["paper"])
-    if table == "policies":
-        assert [row["measured"] for row in by_paper] == sorted(row["measured"] for row in lines)
 
 
 def test_measurements_are_left_out_where_results_are_not_installed(tmp_path, monkeypatch):
@@ -158,16 +136,13 @@ def test_each_table_says_beforehand_what_measures_it_and_measures_when_asked(mon
         asked.append(options)
         return {"rows": [{"label": label, "ratio": ratio} for label, ratio in ratios.items()]}
 
-    monkeypatch.setattr(
-        comparison, "load", lambda name: {"ablation": ablation, "scaled": lambda options: {"rows": []}}[name]
-    )
+    monkeypatch.setattr(comparison, "load", {"ablation": ablation}.__getitem__)
     plain = load("paper")(Options(table="techniques", tell=said.append))
     assert not asked and "measured" not in plain
-    first, _ = said[0].split(" and bench scaled, about ")
-    assert first == "techniques: predicted in seconds; --measure runs bench ablation, about 5 minutes"
+    assert said[0] == "techniques: predicted in seconds; --measure runs bench ablation, about 5 minutes"
     result = load("paper")(Options(table="techniques", measure=True, repeats=1))
     assert [row["measured"] for row in result["rows"]] == [0.1, 0.2, 0.3, 0.4, None, None, None]
-    assert asked[0].repeats == 1 and set(result["measured"]) == {"ablation", "scaled"}
+    assert asked[0].repeats == 1 and set(result["measured"]) == {"ablation"}
     with pytest.raises(UsageError, match="'devices'.*--measure"):
         load("paper")(Options(table="devices", measure=True))
 
