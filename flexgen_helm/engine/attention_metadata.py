@@ -8,7 +8,7 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, islice
@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
-from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
-from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+from flexgen_helm.kernels.attention import (
+    Segments,
+    SegmentTable,
+    TokenGroup,
+    attend_segments,
+    can_attend,
+    can_attend_caches,
+)
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
@@ -82,7 +88,7 @@ class DecodeAttention:
     positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
     new: where the tokens go.
     parts: of what they see; the first covers all of them.
-    rows: the same by sliding window for the compiled loop; None where it cannot be used.
+    table: the same for the compiled loop; None where it cannot be used.
     """
 
     tokens: slice
@@ -91,7 +97,7 @@ class DecodeAttention:
     positions: Tensor
     new: NewTokens
     parts: tuple[DecodePart, ...]
-    rows: Mapping[Window | None, RowTable] | None = None
+    table: SegmentTable | None = None
 
     def attend(
         self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, before: PartialAttention | None = None
@@ -108,8 +114,10 @@ class DecodeAttention:
             at = replace(at, config=at.config.on_host)
         cache.append(self.block, at.layer, self.new, k, v)
         first, *others = self.parts
-        if self.rows is not None:
-            out, lse = self._attend_rows(self.rows[at.window], first, at, q, before)
+        if self.table is not None:
+            segments = self.table.at_caches(*cache.read(self.block, at.layer, first))
+            out, lse = _attend_segments(at, q.float().contiguous(), segments, before)
+            out = out.to(q.dtype)
         else:
             out, lse = self._attend(first, at, q)
         for part in others:
@@ -117,14 +125,6 @@ class DecodeAttention:
             out[own], lse[own] = merge_partial((out[own], lse[own]), self._attend(part, at, q))
         cache.done(self.block, at.layer)
         return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
-
-    def _attend_rows(
-        self, rows: RowTable, part: DecodePart, at: LayerAttention, q: Tensor, before: PartialAttention | None
-    ) -> PartialAttention:
-        keys, values = at.cache.read(self.block, at.layer, part)
-        config = at.config
-        out, lse = attend_rows(rows, q, keys, values, config.scale, config.softcap, config.slopes, before)
-        return out.to(q.dtype), lse
 
     def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
         layer, config, cache = at.layer, at.config, at.cache
@@ -218,21 +218,17 @@ class AttentionMetadata:
 
         A packed cache shows each query other versions of keys.
         """
-        cache, config = at.cache, at.config
+        cache = at.cache
         if cache.codec.cache_format is not None or not can_attend(q, k, v):
             return None
-        if any(own.rows is None for own in self.decodes):
+        if any(decoding.table is None for decoding in self.decodes):
             return None
         attended = None
         if self.prompts or self.prefixes:
             for prompt in self.prompts:  # a prefix is read in the batch that computes it
                 prompt.store(at, k[prompt.tokens], v[prompt.tokens])
             shared = [cache.read_prefix(*own.prefix.seat, at.layer, *own.parts) for own in self.prefixes]
-            segments = self._segments.at(shared, (k, v) if self.prompts else None)
-            window, is_chunked = (None, False) if at.window is None else (at.window.tokens, at.window.is_chunked)
-            attended = attend_prompts(
-                self._segments, q, k, v, segments, config.scale, window, is_chunked, config.softcap, config.slopes
-            )
+            attended = _attend_segments(at, q, self._segments.at(shared, (k, v) if self.prompts else None))
             for prefix in self.prefixes:
                 cache.done(prefix.prefix.seat[0], at.layer)
         if attended is None and len(self.decodes) == 1:
@@ -387,13 +383,14 @@ def build_attention_metadata(
         tokens = slice(first, first + len(block.sequences))
         new = new_tokens(block, cache.codec, on_host, on_device)
         starts = (host_at if host_attends else at)[tokens] - own if has_chunks else 0
-        own_rows = None
-        if cache.codec.cache_format is None and can_attend_rows(own.device, dtype):
-            own_rows = {window: _rows(block, window) for window in kinds}
+        table = None
+        if cache.codec.cache_format is None and can_attend_caches(own.device, dtype):
+            begins, follows = zip(*((sequence.start, bool(sequence.prefixes)) for sequence in block.sequences))
+            table = SegmentTable.of_caches(positions[tokens], begins, follows)
             seen: tuple[DecodePart, ...] = (whole_part(block),)
         else:
             seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
-        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen, own_rows))
+        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen, table))
 
     prefixes = []
     for (prefix, index), own_positions in zip(users.items(), in_prefixes):
@@ -407,14 +404,12 @@ def build_attention_metadata(
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))
 
 
-def _rows(block: CacheBlock, window: Window | None) -> RowTable:
-    """What the next tokens of a block's sequences see of their own caches."""
-    rows = []
-    for sequence in block.sequences:
-        last = sequence.num_computed
-        oldest = 0 if window is None else max(0, window.oldest(last, sequence.start))
-        rows.append(Row(oldest, last, bool(sequence.prefixes)))
-    return RowTable.of(rows)
+def _attend_segments(
+    at: LayerAttention, q: Tensor, segments: Segments, before: PartialAttention | None = None
+) -> PartialAttention:
+    window, config = at.window, at.config
+    seen = None if window is None else (window.tokens, window.is_chunked)
+    return attend_segments(q, segments, config.scale, seen, config.softcap, config.slopes, before)
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

@@ -225,26 +225,27 @@ def _attention_rates(best: Callable[..., float], device: torch.device, kind: tor
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T, Hk, D]."""
-    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend
     from flexgen_helm.models.attention import AttentionConfig, attend_causal
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
         return _bind(attend_causal, q, k, v, AttentionConfig(scale))
     table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
-    return _bind(attend_prompts, table, q, k, v, table.at((), (k, v)), scale)
+    return _bind(attend_segments, q, table.at((), (k, v)), scale)
 
 
 def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v [B, Hk, S, D]."""
     import torch
 
-    from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+    from flexgen_helm.kernels.attention import SegmentTable, attend_segments, can_attend_caches
     from flexgen_helm.models.attention import AttentionConfig, attend_cached
 
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
-    if can_attend_rows(k.device, k.dtype):
-        return _bind(attend_rows, RowTable.of([Row(0, last)] * len(q)), q, k, v, scale)
+    if can_attend_caches(k.device, k.dtype):
+        table = SegmentTable.of_caches([last] * len(q), [0] * len(q), [False] * len(q))
+        return _bind(attend_segments, q.float(), table.at_caches(k, v), scale)
     return _bind(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
 
 

@@ -26,8 +26,7 @@ from flexgen_helm.kernels.amx_loop import (
     multiply,
 )
 from flexgen_helm.kernels.amx_loop import scratch_bytes as multiply_bytes
-from flexgen_helm.kernels.decode_loop import PIECE_KEYS, attend_rows
-from flexgen_helm.kernels.decode_loop import scratch_floats as row_scratch_floats
+from flexgen_helm.kernels.attention_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
 from flexgen_helm.kernels.layer_loop import (
     ADD,
     GELU_TANH,
@@ -40,7 +39,6 @@ from flexgen_helm.kernels.layer_loop import (
 )
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
-from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
 
 __all__ = [
     "BFLOAT16",
@@ -54,7 +52,6 @@ __all__ = [
     "multiply",
     "multiply_bytes",
     "BLOCK_KEYS",
-    "PIECE_KEYS",
     "ADD",
     "CONVERTS_HALVES",
     "GELU_TANH",
@@ -63,14 +60,12 @@ __all__ = [
     "TILE_QUERIES",
     "address_of",
     "attend",
-    "attend_rows",
     "bias_rows",
     "combine_rows",
     "few_rows",
     "norm_rows",
     "put_rows",
     "rotate_rows",
-    "row_scratch_floats",
     "scratch_floats",
 ]
 

@@ -45,14 +45,12 @@ def store(builder: Any, value: Any, address: Any, alignment: int) -> None:
 
 def widen(builder: Any, address: Any, is_bfloat16: bool) -> Any:
     """Load a vector of 16-bit numbers as float32."""
-    return _as_float32(builder, load(builder, address, ir.VectorType(INT16, LANES), 2), int(is_bfloat16))
+    return _as_float32(builder, load(builder, address, ir.VectorType(INT16, LANES), 2), is_bfloat16)
 
 
-def _as_float32(builder: Any, bits: Any, kind: int) -> Any:
-    """The bits of a vector of numbers as float32; kind: 0 for float16, 1 for bfloat16, 2 for float32."""
-    if kind == 2:
-        return builder.bitcast(bits, VECTOR)
-    if kind == 0:
+def _as_float32(builder: Any, bits: Any, is_bfloat16: bool | int) -> Any:
+    """The bits of a vector of 16-bit numbers as float32."""
+    if not is_bfloat16:
         return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
     wide = ir.VectorType(INT32, LANES)
     return builder.bitcast(builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES)), VECTOR)
@@ -142,57 +140,17 @@ def exponential(builder: Any, x: Any) -> Any:
     return builder.select(is_least, constant(0.0), builder.fmul(value, scale))
 
 
-def summed_together(builder: Any, vectors: list[Any]) -> Any:
-    """The sums of four vectors' elements as a vector of four; a step adds halves of groups, and joins two vectors.
-
-    a a a a a a a a   b b b b b b b b        8 lanes
-    a a a a b b b b   c c c c d d d d
-    a a b b c c d d
-    """
-    size = LANES
-    while len(vectors) > 1:
-        places = [lane for lane in range(2 * LANES) if lane % size < size // 2]
-        first, second = (
-            ir.Constant(ir.VectorType(INT32, LANES), [lane + shift for lane in places]) for shift in (0, size // 2)
-        )
-        vectors = [
-            builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
-            for a, b in zip(vectors[::2], vectors[1::2])
-        ]
-        size //= 2
-    (joined,) = vectors
-    while size > 1:
-        size //= 2
-        swapped = ir.Constant(ir.VectorType(INT32, LANES), [lane ^ size for lane in range(LANES)])
-        joined = builder.fadd(joined, builder.shuffle_vector(joined, joined, swapped))
-    every = ir.Constant(ir.VectorType(INT32, 4), [0, LANES // 4, LANES // 2, 3 * LANES // 4])
-    return builder.shuffle_vector(joined, joined, every)
-
-
-def larger(builder: Any, vector: Any) -> Any:
-    """The largest element of a vector; one that is no number is not seen."""
-    rows = vector
-    step = LANES // 2
-    while step:
-        mask = ir.Constant(ir.VectorType(INT32, LANES), [(lane + step) % LANES for lane in range(LANES)])
-        other = builder.shuffle_vector(rows, rows, mask)
-        rows = builder.select(builder.fcmp_ordered(">", other, rows), other, rows)
-        step //= 2
-    return builder.extract_element(rows, INT32(0))
-
-
-def masked(builder: Any, address: Any, kind: int, width: Any) -> Any:
-    """Load the first `width` elements of a vector, and zeros, as float32; kind: of the elements (`_as_float32`)."""
+def masked_halves(builder: Any, address: Any, is_bfloat16: int, width: Any) -> Any:
+    """Load the first `width` elements of a vector of 16-bit numbers, and zeros, as float32."""
     lanes = ir.Constant(ir.VectorType(INT32, LANES), list(range(LANES)))
     seen = builder.icmp_signed("<", lanes, spread(builder, builder.trunc(width, INT32)))
-    element, name, size = (INT32, "i32", 4) if kind == 2 else (INT16, "i16", 2)
-    vector, flags = ir.VectorType(element, LANES), ir.VectorType(ir.IntType(1), LANES)
-    name = f"llvm.masked.load.v{LANES}{name}.p0"
+    vector, flags = ir.VectorType(INT16, LANES), ir.VectorType(ir.IntType(1), LANES)
+    name = f"llvm.masked.load.v{LANES}i16.p0"
     signature = ir.FunctionType(vector, [vector.as_pointer(), INT32, flags, vector])
     function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name=name)
     zeros = ir.Constant(vector, [0] * LANES)
-    place = builder.inttoptr(address, vector.as_pointer())
-    return _as_float32(builder, builder.call(function, [place, INT32(size), seen, zeros]), kind)
+    pointer = builder.inttoptr(address, vector.as_pointer())
+    return _as_float32(builder, builder.call(function, [pointer, INT32(2), seen, zeros]), is_bfloat16)
 
 
 def tanh(builder: Any, x: Any) -> Any:

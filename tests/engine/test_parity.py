@@ -170,7 +170,7 @@ def max_difference(a, b) -> float:
 def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: if every sequence sees the columns of longer neighbours, the needle's answer changes."""
     request, alone = needle
-    monkeypatch.setattr(attention_metadata, "attend_rows", seeing_longer_neighbours)
+    monkeypatch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*others, request])[-1]

@@ -232,7 +232,7 @@ def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
     the next pass's first one."""
     requests = scoring()
     # What attends to a prefix: with a plain cache, all segments of a prompt at once.
-    place, name = (attention_metadata, "attend_prompts") if precision == "fp16" else (attention, "attend_prefix")
+    place, name = (attention_metadata, "attend_segments") if precision == "fp16" else (attention, "attend_prefix")
     honest = getattr(place, name)
     policy = Policy(3, 4, 0, 1, *cache, 0, 1)
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows
+from flexgen_helm.kernels.attention import Segments, attend_segments
 from tests.helpers.tiny_models import VOCABULARY
 
 TOLERANCE = 1e-4
@@ -45,6 +46,10 @@ def assert_same(found, expected, tolerance=TOLERANCE):
             assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))
 
 
-def seeing_longer_neighbours(table: RowTable, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Attend as `attend_rows`, but every sequence sees the columns of the longest: what a leak would be."""
-    return attend_rows(RowTable.of([Row(0, k.shape[2] - 1)] * len(q)), q, k, *rest)
+def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak would be."""
+    table, rows, *_ = segments
+    if not table.is_own.any() and len(rows) == len(q):
+        rows[:, 6] = rows[:, 6].max()
+        table = replace(table, positions=rows[:, 7] + rows[:, 6] - 1)
+    return attend_segments(q, segments._replace(table=table, rows=rows), *rest)

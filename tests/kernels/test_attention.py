@@ -14,11 +14,12 @@ from torch import Tensor
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import attention
-from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
 from flexgen_helm.models.config import Window
 from tests.helpers.tiny_models import VOCABULARY
 
-pytest.importorskip("flexgen_helm.kernels.compiled")
+compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
+DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if compiled.CONVERTS_HALVES else [])]
 
 
 def formula(
@@ -78,11 +79,11 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
         first += count
     table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
     slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
-    seen = (None, False) if window is None else (window.tokens, window.is_chunked)
+    seen = None if window is None else (window.tokens, window.is_chunked)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out, lse = attend_prompts(table, q, k, v, table.at(stored, (k, v)), dim**-0.5, *seen, softcap, slopes)
+        out, lse = attend_segments(q, table.at(stored, (k, v)), dim**-0.5, seen, softcap, slopes)
     finally:
         torch.set_num_threads(before)
     for each in groups:
@@ -105,14 +106,14 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
     table = SegmentTable.of([TokenGroup(0, 200, ())], range(200), [])
-    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
     k[0] = 500.0
-    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
     assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
     k[0], k[-1] = -500.0, 500.0
-    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
@@ -122,7 +123,7 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     k[12] = math.nan
     prompts = [TokenGroup(first, 10, ()) for first in (0, 10, 20)]
     table = SegmentTable.of(prompts, [*range(10)] * 3, [])
-    out, _ = attend_prompts(table, q, k, v, table.at([], (k, v)), 0.25)
+    out, _ = attend_segments(q, table.at([], (k, v)), 0.25)
     assert out[:12].isfinite().all() and out[20:].isfinite().all()
     assert out[12:20].isnan().all()
 
@@ -134,7 +135,7 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(attend_prompts(table, q, k, v, table.at([], (k, v)), 0.125))
+            results.append(attend_segments(q, table.at([], (k, v)), 0.125))
     finally:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
@@ -144,12 +145,12 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
 def test_the_same_bits_whoever_decodes_beside_it() -> None:
     """A window begins elsewhere for each token of a tile."""
     positions, pair = [300, 420, 350, 301, 777], tuple(torch.randn(2, 300, 64) for _ in "kv")
-    q, k, v = (torch.randn(5, heads, 64) for heads in (6, 2, 2))
+    q = torch.randn(5, 6, 64)
 
     def attended(*tokens: int) -> tuple[Tensor, Tensor]:
         own, group = [*tokens], TokenGroup(0, len(tokens), (0,), is_prompt=False)
         table = SegmentTable.of([group], [positions[token] for token in tokens], [(300, 0)])
-        return attend_prompts(table, q[own], k[own], v[own], table.at([pair]), 0.125, 210)
+        return attend_segments(q[own], table.at([pair]), 0.125, (210, False))
 
     together = attended(*range(5))
     for token in range(5):
@@ -158,19 +159,93 @@ def test_the_same_bits_whoever_decodes_beside_it() -> None:
     assert together[1][4].eq(-math.inf).all() and together[0][4].eq(0).all()
 
 
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 2**32),
+    key_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 7]),
+    dim=st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
+    dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from([None, None, Window(7), Window(100, True)]),
+    softcap=st.sampled_from([None, None, 2.0, 50.0]),
+    has_slopes=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slopes, threads) -> None:
+    """Decoding tokens, some behind a prefix whose result they go on from, over caches as they rest."""
+    draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    count, heads, prefix = draw.randrange(1, 5), key_heads * group, draw.choice([1, 64, 90])
+    lasts = [draw.choice([0, 1, 6, 63, 64, 255, 300]) for _ in range(count)]
+    follows = [draw.random() < 0.4 for _ in range(count)]
+    starts = [prefix * goes_on for goes_on in follows]
+    positions = [start + last for start, last in zip(starts, lasts)]
+    # A wider cache of more slots, as blocks have; what nobody sees is no number.
+    cache = torch.full((2, count + 1, key_heads, max(lasts) + 4, dim), math.nan, dtype=dtype)
+    for slot, last in enumerate(lasts):
+        seen = torch.randn(2, key_heads, last + 1, dim, generator=numbers)
+        cache[:, slot, :, : last + 1] = seen.to(dtype)
+    k, v = (x[:count, :, : max(lasts) + 1] for x in cache)
+    pair = tuple(torch.randn(key_heads, prefix, dim, generator=numbers) for _ in "kv")
+    q = torch.randn(heads, count, dim, generator=numbers).transpose(0, 1) * draw.choice([0.1, 1.0, 5.0])
+    slopes = torch.rand(heads, generator=numbers) if has_slopes else None
+    way = None if window is None else (window.tokens, window.is_chunked), softcap, slopes
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        groups = [TokenGroup(token, 1, (0,), False) for token in range(count) if follows[token]]
+        shared = SegmentTable.of(groups, positions, [(prefix, 0)])
+        found = attend_segments(q, shared.at([pair]), dim**-0.5, *way) if groups else None
+        caches = SegmentTable.of_caches(positions, starts, follows).at_caches(k, v)
+        out, lse = attend_segments(q, caches, dim**-0.5, *way, found)
+    finally:
+        torch.set_num_threads(before)
+    for slot, (last, goes_on) in enumerate(zip(lasts, follows)):
+        keys, values = (
+            torch.cat([*([first] if goes_on else []), x[slot, :, : last + 1].float()], 1).transpose(0, 1)
+            for first, x in zip(pair, (k, v))
+        )
+        at = torch.tensor(positions[slot : slot + 1])
+        (expected,), (expected_lse,) = formula(q[slot : slot + 1], keys, values, at, dim**-0.5, window, softcap, slopes)
+        # A score is off by some units in its last place, and a weight by as much of itself.
+        bound = 1e-6 * (10 + expected_lse.abs().max().item())
+        torch.testing.assert_close(out[slot].double(), expected, rtol=0, atol=5 * bound)
+        torch.testing.assert_close(lse[slot].double(), expected_lse, rtol=0, atol=bound)
+
+
+def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads() -> None:
+    lasts = [10, 700, 511, 300]
+    q, (k, v) = torch.randn(4, 6, 64), torch.randn(2, 4, 2, 701, 64)
+
+    def attended(*rows: int) -> tuple[Tensor, Tensor]:
+        table = SegmentTable.of_caches([lasts[row] for row in rows], [0] * len(rows), [False] * len(rows))
+        return attend_segments(q[[*rows]], table.at_caches(k[[*rows]], v[[*rows]]), 0.125)
+
+    alone, before = [attended(row) for row in range(4)], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out, lse = attended(*range(4))
+            for row, (own_out, own_lse) in enumerate(alone):
+                assert torch.equal(out[row], own_out[0]) and torch.equal(lse[row], own_lse[0])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_it_does_not_take() -> None:
     x = torch.randn(3, 2, 16)
     assert can_attend(x, x)
     assert not can_attend(x, x.half())
     assert not can_attend(x.transpose(1, 2), x)
+    assert can_attend_caches(torch.device("cpu"), torch.float32)
+    assert not can_attend_caches(torch.device("cpu"), torch.float64)
+    assert not can_attend_caches(torch.device("meta"), torch.float32)
 
 
 def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.attend_prompts
-    compiled = attention._compiled()
-    assert compiled is not None and attention._is_right(compiled)
+    right = attention.attend_segments
+    assert attention._compiled() is compiled and attention._is_right(compiled)
     for spoil in (lambda out, lse: (out + 1e-3, lse), lambda out, lse: (out, lse + 1e-3)):
-        monkeypatch.setattr(attention, "attend_prompts", lambda *given, spoil=spoil: spoil(*right(*given)))
+        monkeypatch.setattr(attention, "attend_segments", lambda *given, spoil=spoil: spoil(*right(*given)))
         assert not attention._is_right(compiled)
 
 
@@ -187,13 +262,13 @@ def test_an_engine_answers_the_same_without_it(tiny, monkeypatch: pytest.MonkeyP
     ]
     calls = []
 
-    def counted(*given):
-        calls.append(given[0])
-        return attend_prompts(*given)
+    def counted(q, segments, *given):
+        calls.append(segments.table)
+        return attend_segments(q, segments, *given)
 
     with Engine.from_pretrained(tiny(family).path, device="cpu") as engine:
         engine.share_every_beginning()
-        monkeypatch.setattr(attention_metadata, "attend_prompts", counted)
+        monkeypatch.setattr(attention_metadata, "attend_segments", counted)
         fused = engine.run(asked)
         assert calls
         monkeypatch.setattr(attention_metadata, "can_attend", lambda *given: False)

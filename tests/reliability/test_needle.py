@@ -169,6 +169,6 @@ def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: A
     ] * 5  # fmt: skip
     plan = {"policy": "6x1,0,100,0,100,0,100", "schedule": "zigzag"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_metadata, "attend_rows", seeing_longer_neighbours)
+        patch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
         with pytest.raises(AssertionError):
             find(tiny, tmp_path, alone, "fp16", neighbours, plan, 0, 0)

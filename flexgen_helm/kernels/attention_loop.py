@@ -25,6 +25,7 @@ from flexgen_helm.kernels.emit import (
     get_integer,
     int64,
     load,
+    masked_halves,
     multiply_add,
     njit,
     part_of_thread,
@@ -35,7 +36,7 @@ from flexgen_helm.kernels.emit import (
     store,
     tanh,
 )
-from flexgen_helm.kernels.processor import HAS_AVX512, LANES
+from flexgen_helm.kernels.processor import CONVERTS_HALVES, HAS_AVX512, LANES
 
 # Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
 # stay in registers. Keys of a block: its scores stay in the first cache.
@@ -46,9 +47,13 @@ TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
 _TILE_ROWS_BESIDE = 8
 
 
+# Kinds of stored elements: float16, bfloat16, float32.
+FLOAT32 = 2
+
+
 def scratch_floats(head_dim: int) -> int:
-    """Numbers of 32 bits that a thread needs."""
-    return TILE_QUERIES * (2 * head_dim + BLOCK_KEYS + _TILE_ROWS_BESIDE)
+    """Numbers of 32 bits that a thread needs: of a tile, and of a block of keys or values that has 16 bits."""
+    return TILE_QUERIES * (2 * head_dim + BLOCK_KEYS + _TILE_ROWS_BESIDE) + BLOCK_KEYS * head_dim + LANES
 
 
 def _emit_step(builder: Any, rows: int, vectors: int, arguments: Any) -> None:
@@ -232,6 +237,28 @@ def _turn_out(typing: Any, source: Any, factors: Any, addresses: Any, offset: An
     return types.void(*[int64] * 4), generate
 
 
+@emitted
+def _widen_vector(typing: Any, kind: Any, source: Any, width: Any, target: Any) -> Any:
+    """Store the first `width` elements of 16 bits at `source`, and zeros, as a vector of float32 at `target`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        kind, source, width, target = arguments
+        for number in (0, 1) if CONVERTS_HALVES else (1,):
+            with builder.if_then(builder.icmp_signed("==", kind, INT64(number))):
+                store(builder, masked_halves(builder, source, number, width), target, 4)
+
+    return types.void(*[int64] * 4), generate
+
+
+@njit
+def _widen(kind: Any, rows: Any, row_bytes: Any, count: Any, size: Any, target: Any) -> None:
+    """Write `count` rows of `size` elements of 16 bits as float32 without gaps, and up to a vector of zeros behind."""
+    for number in range(count):
+        for element in range(0, size, LANES):
+            source = rows + number * row_bytes + 2 * element
+            _widen_vector(kind, source, size - element, target + 4 * (number * size + element))
+
+
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
 _LEAST = np.float32(-3e38)
 
@@ -263,6 +290,7 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
     maximum = scores + BLOCK_KEYS * width
     sums, low, high, addresses = maximum + width, maximum + 2 * width, maximum + 3 * width, maximum + 4 * width
     own_slopes, distances = maximum + 6 * width, maximum + 7 * width
+    kind, follows, wide = data[25], data[26] * get_integer(job + 32), maximum + 8 * width
     vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
     # Columns behind the last row repeat it.
     for lane in range(vectors * LANES):
@@ -271,8 +299,16 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
         put_address(addresses + 8 * lane, source)
         for element in range(turned, size):
             put_float(queries + element * width + 4 * lane, get_float(source + 4 * element) * scale)
-        put_float(maximum + 4 * lane, _LEAST)
-        put_float(sums + 4 * lane, np.float32(0.0))
+        if follows:  # the result over earlier keys is that of one key with this score
+            result = out + (token + row // group) * out_row + (head * group + row % group) * out_head
+            for element in range(size):
+                put_float(outputs + element * width + 4 * lane, get_float(result + 4 * element))
+            score = get_float(lse + (token + row // group) * lse_row + 4 * (head * group + row % group))
+            put_float(maximum + 4 * lane, max(_LEAST, score))
+            put_float(sums + 4 * lane, np.float32(1.0) if score > _LEAST else np.float32(0.0))
+        else:
+            put_float(maximum + 4 * lane, _LEAST)
+            put_float(sums + 4 * lane, np.float32(0.0))
         if bends:
             slope = get_float(slopes + 4 * (head * group + row % group)) if slopes else np.float32(0.0)
             put_float(own_slopes + 4 * lane, slope)
@@ -284,7 +320,7 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
     for one in range(first_row // group + 1, (first_row + rows - 1) // group + 1):
         own = get_integer(positions + 8 * one)
         first_position, last_position = min(first_position, own), max(last_position, own)
-    adds = 0  # what the memory holds before the first block is no number
+    adds = 1 if follows else 0  # what the memory holds before the first block is no number
     for number in range(get_integer(job + 16), get_integer(job + 24)):
         segment = segments + 64 * number
         keys, values = get_integer(segment), get_integer(segment + 8)
@@ -304,20 +340,27 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
         begin = max(0, _oldest(first_position, window, is_chunked) - start) // BLOCK_KEYS * BLOCK_KEYS
         for key in range(begin, end, BLOCK_KEYS):
             count = min(BLOCK_KEYS, end - key)
+            block, block_row = keys + key * key_row, key_row
+            if kind != FLOAT32:
+                _widen(kind, block, block_row, count, size, wide)
+                block, block_row = wide, 4 * size
             at = 0
             while at < count:
                 step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
-                _step(step, vectors, keys + (key + at) * key_row, key_row, 4, queries, size, scores + at * width, 0)
+                _step(step, vectors, block + at * block_row, block_row, 4, queries, size, scores + at * width, 0)
                 at += step
             if bends:
                 _bend(vectors, scores, count, key, cap, own_slopes, distances)
             is_masked = key < all_see_from or key + count > all_see_to
             _softmax(vectors, scores, count, key, low if is_masked else 0, maximum, outputs, size if adds else 0)
+            block, block_row = values + key * value_row, value_row
+            if kind != FLOAT32:
+                _widen(kind, block, block_row, count, size, wide)
+                block, block_row = wide, 4 * size
             at = 0
             while at < size:
                 step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
-                _step(step, vectors, values + key * value_row + 4 * at, 4, value_row, scores, count,
-                      outputs + at * width, adds)  # fmt: skip
+                _step(step, vectors, block + 4 * at, 4, block_row, scores, count, outputs + at * width, adds)
                 at += step
             adds = 1
     if not adds:  # no key is seen
@@ -347,17 +390,19 @@ def attend(address: Any) -> None:
     Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
     log-sum-exps, bytes of their rows, key heads, query heads of each, elements of a head, window (0: none), address of
     scale and soft cap (0: none), scratch memory, its bytes for a thread, the positions of all tokens, each head's slope
-    (0: none), whether positions are divided into chunks of the window.
-    A job has 4 integers: first token, tokens, its first segment, and the one behind its last.
+    (0: none), whether positions are divided into chunks of the window, the kind of keys' and values' elements,
+    whether jobs may follow.
+    A job has 5 integers: first token, tokens, its first segment, the one behind its last, and whether it follows on
+    what `out` and the log-sum-exps have for its tokens.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
     """
-    data = numba.carray(address, 25, np.int64)
+    data = numba.carray(address, 27, np.int64)
     jobs, count, heads, group = data[4], data[5], data[15], data[16]
     part, parts = part_of_thread(address)
     scratch = data[20] + part * data[21]
     number = 0
     for index in range(count):
-        job = jobs + 32 * index
+        job = jobs + 40 * index
         rows = get_integer(job + 8) * group
         for head in range(heads):
             for first in range(0, rows, TILE_QUERIES):
