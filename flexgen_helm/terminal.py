@@ -30,6 +30,16 @@ def fill(text: str, width: int) -> str:
     )
 
 
+def fill_for(stream: TextIO, text: str) -> str:
+    """Break lines at words if a stream is a terminal."""
+    if not is_terminal(stream):
+        return text
+    try:
+        return fill(text, os.get_terminal_size(stream.fileno()).columns or 80)
+    except OSError:  # a test's or a notebook's
+        return text
+
+
 def table_text(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],

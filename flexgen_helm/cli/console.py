@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
-from flexgen_helm.terminal import fill, is_terminal, table_text
+from flexgen_helm.terminal import fill_for, table_text
 
 if TYPE_CHECKING:
     import pandas
@@ -29,10 +28,7 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REP
 
 def say(text: str) -> None:
     """Print a message on stderr, without control characters; a terminal's lines break at words."""
-    text = text.translate(_CONTROLS)
-    if is_terminal(sys.stderr):
-        text = fill(text, shutil.get_terminal_size().columns)
-    print(text, file=sys.stderr, flush=True)
+    print(fill_for(sys.stderr, text.translate(_CONTROLS)), file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:
