@@ -11,7 +11,9 @@ from typing import TextIO
 _GAP = 2
 # A cell of at most so many characters stays on one line.
 _UNBROKEN = 16
-_WORDS = re.compile(r"(?<=\s)(?=\S)|(?<=[,:])(?=[^\W\d])")
+# A number stays with its unit. Names break after commas and colons, and paths in sentences after slashes.
+_IN_SENTENCE = re.compile(r"(?<=[^\d\s]\s)(?=\S)|(?<=/)(?=\w)")
+_IN_NAME = re.compile(r"(?<=[,:])(?=[^\W\d])")
 _NUMBER = re.compile(r"([-+×<]? ?\d|$)")
 
 
@@ -56,7 +58,10 @@ def table_text(
     if right is None:
         right = [n > 0 and all(map(_NUMBER.match, column[1:])) for n, column in enumerate(columns)]
     hanging = [2] + [0] * (len(columns) - 1)
-    least = [max(_least(cell, hang) for cell in column) for column, hang in zip(columns, hanging)]
+    least = [
+        max(_least(column[0], hang, 0), *(_least(cell, hang) for cell in column[1:]))
+        for column, hang in zip(columns, hanging)
+    ]
     order = [headings.index(name) for name in optional]
     order += [n for n in range(len(columns) - 1, 0, -1) if n not in order]
     kept = list(range(len(columns)))
@@ -85,12 +90,16 @@ def _total(widths: Iterable[int]) -> int:
     return sum(width + _GAP for width in widths) - _GAP
 
 
-def _least(cell: str, hanging: int) -> int:
-    """Return the width in which a cell's words are whole."""
+def _least(cell: str, hanging: int, unbroken: int = _UNBROKEN) -> int:
+    """Return the width in which a cell's words are whole, and lines of up to `unbroken`."""
     return max(
-        min(len(line), max(_UNBROKEN, *(len(word.rstrip()) + hanging for word in _WORDS.split(line))))
+        min(len(line), max(unbroken, *(len(word.rstrip()) + hanging for word in _words(line))))
         for line in cell.split("\n")
     )
+
+
+def _words(line: str) -> list[str]:
+    return (_IN_SENTENCE if " " in line.strip() or line.startswith("/") else _IN_NAME).split(line)
 
 
 def _folded(cell: str, width: int, hanging: int) -> list[str]:
@@ -99,7 +108,7 @@ def _folded(cell: str, width: int, hanging: int) -> list[str]:
     for line in cell.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + hanging)
         text = ""
-        for word in _WORDS.split(line):
+        for word in _words(line):
             if text.strip() and len(text + word.rstrip()) > width:
                 lines.append(text.rstrip())
                 text = indent
