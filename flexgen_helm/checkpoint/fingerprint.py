@@ -134,7 +134,7 @@ def hash_file(path: Path) -> str:
             stop_point()
             digest.update(buffer[:count])
             done += count
-            if not done % _REPORT_EVERY:
+            if not done % _REPORT_EVERY or done == total >= _REPORT_EVERY:
                 report(ProgressPhase("verify", path.name, done, total))
     return digest.hexdigest()
 

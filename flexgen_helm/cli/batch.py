@@ -32,6 +32,7 @@ from flexgen_helm.harnesses.openai_formats import (
     to_requests,
 )
 from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.service.models import ModelArguments, ModelReader
@@ -93,6 +94,7 @@ def batch(
     with _output(partial) as output:
         num_failed = _answer(parsed, name, model is not None, engine, created, output)
     partial.replace(out)
+    say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
         raise typer.Exit(1)

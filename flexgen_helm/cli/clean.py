@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import output, print_json, say
+from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.cli.flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.units import count, size
@@ -77,12 +77,11 @@ def clean(
 
 def _show(items: list[Any], removed: list[Any]) -> None:
     """Print one line an item, its name last and uncut: it is what the user copies."""
-    rows = [("size", "last use", "what", "name")]
+    rows = []
     for item in items:
         days = int((time.time() - item.last_used) // _DAY_S)
         kind = f"{item.kind} of {item.model}" if item.model else item.kind
         kind += ", removed" if item in removed else ", in use" if item.is_in_use else ""
         rows.append((size(item.num_bytes), f"{count(days, 'day')} ago" if days > 0 else "today", kind, item.name))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for stored, used, kind, name in rows:
-        output().print(f"{stored:>{widths[0]}}  {used:<{widths[1]}}  {kind:<{widths[2]}}  {name}", soft_wrap=True)
+    width = max(output().width, 11 + max(len(item.name) for item in items))
+    print_rows(["size", "last use", "what", "name"], rows, ("last use", "what"), width)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
+from flexgen_helm.terminal import fill_for, table_text
 
 if TYPE_CHECKING:
     import pandas
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 # Columns of a page that is not a terminal: a file is read with a wider page than 80 columns.
 _FILE_WIDTH = 200
@@ -26,8 +27,8 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REP
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, without control characters."""
-    print(text.translate(_CONTROLS), file=sys.stderr, flush=True)
+    """Print a message on stderr, without control characters; a terminal's lines break at words."""
+    print(fill_for(sys.stderr, text.translate(_CONTROLS)), file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:
@@ -44,22 +45,26 @@ def print_table(
     frame: pandas.DataFrame,
     *,
     title: str | None = None,
-    formats: Mapping[str, Callable[[Any], RenderableType]] = MappingProxyType({}),
+    formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
+    optional: Sequence[str] = (),
 ) -> None:
-    """Print `frame` on stdout as a table for people: numeric columns to the right, missing values empty.
+    """Print `frame` on stdout as a table for people: numbers to the right, missing values empty.
 
     formats: column -> function that turns a value into its cell; other floats show five significant digits
+    optional: as of `table_text`
     """
-    from pandas.api.types import is_numeric_dtype
-    from rich.table import Table
+    if title is not None:
+        output().print(title)
+    rows = [[_cell(value, formats.get(str(name))) for name, value in row.items()] for row in frame.to_dict("records")]
+    print_rows([str(name).replace("_", " ") for name in frame], rows, optional)
 
-    table = Table(title=title, title_justify="left")
-    for name in frame.columns:
-        justify: Literal["right", "left"] = "right" if is_numeric_dtype(frame[name]) else "left"
-        table.add_column(str(name).replace("_", " "), justify=justify, overflow="fold")
-    for row in frame.to_dict("records"):
-        table.add_row(*(_cell(value, formats.get(str(name))) for name, value in row.items()))
-    output().print(table)
+
+def print_rows(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = (), width: int | None = None
+) -> None:
+    """Print a table of text on stdout; optional: as of `table_text`; width: None for the terminal's."""
+    console = output()
+    console.print(table_text(headings, rows, width or console.width, optional=optional), soft_wrap=True)
 
 
 def output() -> Console:
@@ -70,7 +75,7 @@ def output() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)
 
 
-def _cell(value: Any, to_cell: Callable[[Any], RenderableType] | None) -> RenderableType:
+def _cell(value: Any, to_cell: Callable[[Any], str] | None) -> str:
     if value is None or value != value:  # NaN
         return ""
     if to_cell is not None:

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.completion import complete_model
-from flexgen_helm.cli.console import output, print_json
+from flexgen_helm.cli.console import print_json, print_rows
 from flexgen_helm.cli.flags import JsonFlag
-
-_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def doctor(
@@ -38,12 +36,9 @@ def doctor(
             {"ok": not failed, "checks": [{"name": name, **asdict(finding)} for name, finding in findings.items()]}
         )
     else:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table("check", "", "found")  # not `print_table`: pandas may be what is broken
-        for name, finding in findings.items():
-            text = finding.found if finding.remedy is None else f"{finding.found}\n-> {finding.remedy}"
-            table.add_row(name, Text(finding.status, style=_STYLES[finding.status]), Text(text, overflow="fold"))
-        output().print(table)
+        rows = [
+            (name, finding.status, "\n-> ".join(filter(None, (finding.found, finding.remedy))))
+            for name, finding in findings.items()
+        ]
+        print_rows(["check", "", "found"], rows)  # not `print_table`: pandas may be what is broken
     raise typer.Exit(int(failed))

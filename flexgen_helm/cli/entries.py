@@ -78,7 +78,7 @@ def entries(
         print_csv(frame)
         return
     frame["here"] = ["yes" if row.is_here else "no" for row in rows]
-    print_table(frame.rename(columns={"source": "from"})[["run_entry", "from", "needs", "here"]])
+    print_table(frame.rename(columns={"source": "from"})[["run_entry", "from", "needs", "here"]], optional=("from",))
     folders = ", ".join(dict.fromkeys(row.folder for row in rows if row.folder is not None))
     console = output()
     console.print(

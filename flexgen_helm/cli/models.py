@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json
+from flexgen_helm.cli.console import output, print_csv, print_json, print_rows
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag
 from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.units import size
@@ -181,25 +181,17 @@ def _download_bytes(model: ResolvedModel, half_bytes: int) -> int:
 
 
 def _print_rows(rows: list[Row]) -> None:
-    """Print a table of at most 100 columns: names are long, so there are no lines between them."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("model", no_wrap=True)  # the other columns fold where a terminal is narrow
-    table.add_column("params", justify="right")
-    table.add_column("architecture", overflow="fold")
-    for title in ("fp16", "4 bits"):
-        table.add_column(title, justify="right")
-        table.add_column("in", overflow="fold")
-    table.add_column("here")
+    """Print a table; a narrow terminal keeps what fits where."""
+    cells = []
     for row in rows:
-        cells = [row.name, "" if row.parameters is None else _parameters(row.parameters), row.architecture or ""]
-        for precision in _PRECISIONS:
-            known = precision in row.bytes
-            cells += [size(row.bytes[precision]), _SHORT[row.fits[precision]]] if known else ["", ""]
-        table.add_row(*cells, "no" if row.is_here is None else "yes" if row.is_here else "")
-    output().print(table)
+        known = [
+            (size(row.bytes[name]), _SHORT[row.fits[name]]) if name in row.bytes else ("", "") for name in _PRECISIONS
+        ]
+        parameters = "" if row.parameters is None else _parameters(row.parameters)
+        here = "no" if row.is_here is None else "yes" if row.is_here else ""
+        cells.append([row.name, parameters, row.architecture or "", *known[0], *known[1], here])
+    headings = ["model", "params", "architecture", "fp16", "fp16 in", "4bit", "4bit in", "here"]
+    print_rows(headings, cells, ("architecture", "params", "fp16", "4bit"))
 
 
 def _parameters(count: int) -> str:

@@ -160,7 +160,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     console.print(f"{way}: {spelled_duration(total.seconds)}. Expect {_range(total)}: {made.spread.source}.{slower}")
     if planned.by_precision:
         print_table(_precisions_table(planned))
-    print_table(_table(planned))
+    print_table(_table(planned), optional=("policy", "shared", "prompt", "sequences", "entries"))
     limits = [f"{size(made.problem.limits[tier])} {place}" for tier, place in TIER_PLACES.items()]
     console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(

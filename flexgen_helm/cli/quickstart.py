@@ -66,7 +66,10 @@ def quickstart(
 
 _NEXT = """
 What next:
-  flexgen-helm models qwen     # which models there are, and whether they fit here
+  flexgen-helm models qwen     # which models there are, and whether they fit
   flexgen-helm entries         # what can be evaluated, and what data it needs
-  flexgen-helm plan --model qwen3-8b --prompt-len 512 --gen-len 16 --num-seqs 1000     # how long
-  flexgen-helm run -r simple_mcqa_scored:model=flexgen/qwen3-8b --precision 4bit -m 100 --suite mine"""
+  # how long:
+  flexgen-helm plan --model qwen3-8b --prompt-len 512 --gen-len 16 \\
+    --num-seqs 1000
+  flexgen-helm run -r simple_mcqa_scored:model=flexgen/qwen3-8b \\
+    --precision 4bit -m 100 --suite mine"""

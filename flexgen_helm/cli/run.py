@@ -80,7 +80,7 @@ def run_and_show(
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise UsageError(f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set PYTHONUTF8=1")
-    split_precisions(engine.get("precision", ""))
+    precisions = split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
@@ -89,7 +89,7 @@ def run_and_show(
     for folder, flag in ((output, "-o"), (Path(given.local_path or "prod_env"), "--local-path")):
         require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
-    with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
+    with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
         with _only_writer(output / "runs" / (given.suite or "default")):
@@ -107,7 +107,7 @@ def run_and_show(
     if outcome.exit_code == 130:
         # Without the cache only whole runs are kept.
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
-        say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
+        say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
 
 
@@ -194,4 +194,10 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         print_page(scores_page(folder, finished))
         flags = ["--suite", str(folder.relative_to(output / "runs"))]
         flags += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
-        say(f"More about it: {shlex.join(['flexgen-helm', 'report', *flags])}")
+        say(f"More about it:\n  {shlex.join(['flexgen-helm', 'report', *flags])}")
+        by_model: dict[str, list[str]] = {}
+        for run in finished:
+            by_model.setdefault(run.model, []).append(run.precision)
+        if several := [found for found in by_model.values() if len(set(found)) > 1]:
+            flags += [] if "fp16" in several[0] else ["--baseline", several[0][0]]
+            say(f"Compare the precisions:\n  {shlex.join(['flexgen-helm', 'compare', *flags])}")

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, time_left
 from flexgen_helm.request import Progress
+from flexgen_helm.terminal import fill_for, is_terminal
 from flexgen_helm.units import count, duration, size
 
 if TYPE_CHECKING:
@@ -53,19 +54,20 @@ class Screen:
 
     log: file for the output of everything else. Without one the panel waits until a command has worked for a moment,
         and makes way for the first line of data on stdout.
+    precisions: those that a model is run in, if they are several.
 
     stdout, stderr: streams to the user, wherever those of the process lead meanwhile.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, precisions: Sequence[str] = ()) -> None:
         self.stdout, self.stderr = sys.stdout, sys.stderr
-        self._log = log
+        self._log, self._precisions = log, list(precisions)
+        self._is_terminal = is_terminal(self.stderr)
         self._resources = ExitStack()
         self._began = time.monotonic()
         self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
         self._plan = ""
-        self._newest: Progress | None = None
         self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
@@ -76,7 +78,7 @@ class Screen:
             if self._log is not None:
                 self.stdout, self.stderr = resources.enter_context(_redirected(self._log))
             resources.enter_context(observed_by(self._on_event))
-            if self.stderr.isatty():
+            if self._is_terminal:
                 show = self._show_panel
                 if self._log is None:
                     resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
@@ -112,17 +114,21 @@ class Screen:
         thread, is_new_stage = threading.get_ident(), False
         with self._lock:
             if isinstance(event, ProgressPhase):
-                before = self._activities.get(thread)
-                is_new_stage = not event.is_finished and getattr(before, "name", None) != event.name
+                if event.total:  # a download is begun by one thread, and watched by another one
+                    phase = (event.name, event.detail)
+                    thread = next((key for key, known in self._activities.items() if _phase_of(known) == phase), thread)
+                is_new_stage = not event.is_finished and _phase_of(self._activities.get(thread))[0] != event.name
                 self._activities[thread] = event
+                if event.name == "metrics":  # of all models
+                    self._model = None
             elif isinstance(event, Progress):
-                self._activities[thread] = self._newest = event
+                self._activities[thread] = event
             elif isinstance(event, ModelInUse):
                 is_new_stage = self._model != event
-                self._model = event
+                self._model, self._plan = event, self._plan if not is_new_stage else ""
             else:
                 self._plan, is_new_stage = event.text, True
-        if self._log is not None and is_new_stage and not self.stderr.isatty():
+        if self._log is not None and is_new_stage and not self._is_terminal:
             self.say(describe(event))
         with self._panel_lock:
             if is_new_stage and self._live is not None:
@@ -130,6 +136,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""
+        text = fill_for(self.stderr, text)
         with self._panel_lock:
             if self._live is not None:
                 self._live.console.print(text, soft_wrap=True)
@@ -179,25 +186,30 @@ class Screen:
 
         title = Text("flexgen-helm", style="bold")
         if self._model is not None:
-            title.append(f"  {self._model.name}  {self._model.precision}", style="cyan")
+            title.append(f"  {self._model.name}  {self._model.precision}{self._number()}", style="cyan")
         header = Table.grid(expand=True)
         header.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
         header.add_column(justify="right", no_wrap=True)
         header.add_row(title, Text(duration(self.elapsed_s), style="dim"))
         parts: list[RenderableType] = [header]
+        notes = []
         for activity in self._active() or [ProgressPhase("work")]:
             parts.append(self._row(activity))
-        notes = []
-        if (newest := self._newest) is not None:
-            done = f"{newest.done_requests:,} of {count(newest.total_requests, 'request')}"
-            notes.append(f"{done}, {newest.tokens_per_s:,.3g} tokens/s, {time_left(newest)}")
-        notes.append(self._plan)
-        if newest is not None and newest.memory_bytes:
-            held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in newest.memory_bytes.items())
-            notes.append(f"memory: {held}")
+            if isinstance(activity, Progress):
+                done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
+                of = f" of {self._model.precision}" if self._model is not None and self._number() else ""
+                notes += [f"{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}{of}", self._plan]
+                held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
+                notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")
         parts += [Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2)) for note in notes if note]
         return Group(*parts)
+
+    def _number(self) -> str:
+        """Return which of several precisions is computed."""
+        name = "" if self._model is None else self._model.precision
+        known = self._precisions
+        return f", {known.index(name) + 1} of {len(known)}" if name in known and len(known) > 1 else ""
 
     def _row(self, activity: ProgressPhase | Progress) -> RenderableType:
         """Return what is going on, a bar, and the amount."""
@@ -220,6 +232,10 @@ class Screen:
         row.add_column(no_wrap=True, justify="right")
         row.add_row(text, ProgressBar(total=total, completed=done, width=20) if total else "", amount)
         return row
+
+
+def _phase_of(activity: ProgressPhase | Progress | None) -> tuple[str, str]:
+    return (activity.name, activity.detail) if isinstance(activity, ProgressPhase) else ("", "")
 
 
 @contextmanager

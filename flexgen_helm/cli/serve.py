@@ -18,7 +18,9 @@ from flexgen_helm.cli.flags import ModelName
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
-from flexgen_helm.units import count
+from flexgen_helm.progress import Event, Message, observed_by
+from flexgen_helm.request import Progress
+from flexgen_helm.units import count, spelled_duration
 
 KEY_VARIABLE = "FLEXGEN_HELM_SERVE_KEY"
 _MIN_KEY_CHARACTERS = 16
@@ -83,14 +85,27 @@ def serve(
         server = OpenAIServer(service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say)
         listener.listen(1024)
         say(f"serving {name} at {_url(listener)}/v1; Ctrl-C ends")
-        server.serve(listener)
-        say(f"{count(server.num_answered, 'request')} answered; what was computed is stored")
+        with observed_by(_tell):
+            server.serve(listener)
+        refused = f", {server.num_refused:,} refused" * bool(server.num_refused)
+        say(f"{count(server.num_answered, 'request')} answered{refused}; what was computed is stored")
     except KeyboardInterrupt:  # while the model was loaded
         raise Interrupted("interrupted") from None
     finally:
         listener.close()
         if not service.close():  # in the middle of something: the process ends without it
             atexit.register(process.close_at_exit, service.close, 0)
+
+
+def _tell(event: Event) -> None:
+    """Print a line for each computed block."""
+    if isinstance(event, Message):
+        say(event.text)
+    elif isinstance(event, Progress) and event.is_finished:
+        asked = f"{count(event.total_requests, 'sequence')} in {spelled_duration(event.elapsed_s)}"
+        say(
+            f"{time.strftime('%H:%M:%S')}  {asked}, {event.done_tokens:,.0f} tokens, {event.tokens_per_s:,.3g} tokens/s"
+        )
 
 
 def _read_key(file: Path | None) -> str | None:

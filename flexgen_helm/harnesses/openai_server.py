@@ -68,7 +68,6 @@ MAX_DISCARDED_BYTES = 64 * 2**20  # of a longer body that are read, so that its 
 MAX_READING_BYTES = 256 * 2**20  # of all bodies that are being read
 MAX_WAITING = 20_000  # sequences that wait or are computed: prompts times n
 MAX_CONNECTIONS = 1_000
-TELL_EVERY_S = 30.0
 RETRY_AFTER_S = 5
 _GRACE_S = 2.0  # for answers that are on their way when the server is stopped
 _STOPPING = "the server is being stopped; finished answers are stored, and the same request to the next server goes on"
@@ -88,7 +87,7 @@ class OpenAIServer:
 
     key: what requests must bring as `Authorization: Bearer KEY`; without one, only requests to this machine by its
         loopback names are answered, which no page of a browser can send.
-    tell: shows a line to whoever watches the server, now and then while requests come.
+    tell: shows a line to whoever watches the server.
     """
 
     def __init__(
@@ -128,27 +127,7 @@ class OpenAIServer:
                 Route("/health", self._answered(self._health), methods=["GET"]),
             ],
             exception_handlers={HTTPException: _http_error},
-            lifespan=self._watched,
         )
-
-    @asynccontextmanager
-    async def _watched(self, app: Starlette) -> AsyncIterator[None]:
-        """Tell every `TELL_EVERY_S` how it goes, where something has changed."""
-
-        async def watch() -> None:
-            told = ""
-            while True:
-                await asyncio.sleep(TELL_EVERY_S)
-                counts = f"{self.num_answered:,} answered, {self.num_refused:,} refused, {self._num_waiting:,} wait"
-                if counts != told and (self.num_answered or self.num_refused or self._num_waiting):
-                    self._tell(f"{time.strftime('%H:%M:%S')}  {counts}")
-                told = counts
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
 
     def _stop(self) -> None:
         """Send waiting clients away. Called by a signal handler; uvicorn wakes its loop ten times a second."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -33,62 +33,96 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
 
 
 def comparison_tables(
-    comparisons: Iterable[Comparison], baseline: str, links: Mapping[tuple[str, str], str] | None = None
+    comparisons: Sequence[Comparison],
+    baseline: str,
+    links: Mapping[tuple[str, str], str] | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> list[Table]:
-    """Return a table per precision that is compared with `baseline`. links: (run entry, precision) -> folder."""
-    comparisons = list(comparisons)
-    precisions = sorted({each.precision for each in comparisons}, key=precision_rank)
+    """Return a table per precision that is compared with `baseline`.
+
+    links: (run entry, precision) -> folder.
+    scales: from `interval_scales` of all that a page shows; None for those of `comparisons`.
+    """
+    scales = interval_scales(comparisons) if scales is None else scales
     return [
-        _comparison_table(
-            [each for each in comparisons if each.precision == precision], baseline, precision, links or {}
-        )
-        for precision in precisions
+        _comparison_table(own, baseline, precision, scales, links or {})
+        for precision, own in _by_precision(comparisons).items()
     ]
 
 
+def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
+    """Return the end of the axis that the intervals of each unit share; a ratio's end is what it is above 1."""
+    reaches: dict[str, float] = {}
+    for each in comparisons:
+        reach = max(map(abs, _positions(each)), default=0.0)
+        reaches[_unit(each)] = max(reaches.get(_unit(each), 0.0), math.expm1(reach) if each.kind == "ratio" else reach)
+    return {unit: _rounded_up(reach) for unit, reach in reaches.items()}
+
+
+def _rounded_up(value: float) -> float:
+    """Return the next of 1, 2, 5, 10, and these times powers of ten."""
+    power = 10.0 ** math.floor(math.log10(value or 1.0))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= value)
+
+
+def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str, Comparison]]]:
+    """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one row."""
+    found: dict[str, list[tuple[str, Comparison]]] = {}
+    for each in sorted(comparisons, key=lambda each: precision_rank(each.precision)):
+        rows = found.setdefault(each.precision, [])
+        if rows and replace(rows[-1][1], metric=_unit(rows[-1][1])) == replace(each, metric=_unit(each)):
+            rows[-1] = f"{rows[-1][0]}, {each.metric}", each
+        else:
+            rows.append((each.metric, each))
+    return found
+
+
 def _comparison_table(
-    comparisons: Sequence[Comparison], baseline: str, precision: str, links: Mapping[tuple[str, str], str]
+    own: Sequence[tuple[str, Comparison]],
+    baseline: str,
+    precision: str,
+    scales: Mapping[str, float],
+    links: Mapping[tuple[str, str], str],
 ) -> Table:
     rows = [
-        (each.run, each.metric, f"{each.instances:,}", score_text(each.baseline), score_text(each.value), _change(each),
+        (each.run, metrics, f"{each.instances:,}", score_text(each.baseline), score_text(each.value), _change(each),
          _interval(each), _test(each))
-        for each in comparisons
+        for metrics, each in own
     ]  # fmt: skip
     names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
-    # Changes in one unit share a scale, whose middle is no change.
-    largest: dict[str, float] = {}
-    for each in comparisons:
-        reach = max((abs(position) for position in _positions(each)), default=0.0)
-        largest[_unit(each)] = max(largest.get(_unit(each), 0.0), reach)
-
-    def mark(each: Comparison) -> Mark | None:
-        positions = _positions(each)
-        if not positions:
-            return None
-        scale = largest[_unit(each)] or 1.0
-        low, point, high = (50 + 48 * position / scale for position in positions)
-        return Mark(low, high, point)
-
     return Table(
         pd.DataFrame(rows, columns=names),
         f"{precision} against {baseline}",
         num_keys=2,
-        links={name: [links.get((each.run, name), "") for each in comparisons] for name in (baseline, precision)},
-        marks={"95 % interval": list(map(mark, comparisons))},
+        links={name: [links.get((each.run, name), "") for _, each in own] for name in (baseline, precision)},
+        marks={"95 % interval": [_mark(each, scales[_unit(each)]) for _, each in own]},
+        optional=("p (lost : won)", "n", "95 % interval"),
     )
+
+
+def _mark(comparison: Comparison, end: float) -> Mark | None:
+    """Draw an interval on an axis from -end to end, whose middle is no change."""
+    positions, axis = _positions(comparison), (f"{-end:g}", "0", f"{end:+g}")
+    if not positions:
+        return None
+    if comparison.kind == "ratio":
+        axis = f"×{1 / (1 + end):.3g}", "×1", f"×{1 + end:.3g}"
+        end = math.log1p(end)
+    elif _unit(comparison) == "pp":
+        axis = f"{-100 * end:g}", "0", f"{100 * end:+g} pp"
+    low, point, high = (50 + 50 * position / end for position in positions)
+    return Mark(low, high, point, axis)
 
 
 def verdict_tables(comparisons: Iterable[Comparison], baseline: str) -> list[Table]:
     """Return a table of verdicts and flips per precision that is compared with `baseline`."""
-    comparisons = [each for each in comparisons if each.equivalence is not None]
     tables = []
-    for precision in sorted({each.precision for each in comparisons}, key=precision_rank):
-        own = [each for each in comparisons if each.precision == precision]
+    for precision, own in _by_precision(each for each in comparisons if each.equivalence is not None).items():
         cells = {
-            "run entry": [each.run for each in own],
-            "metric": [each.metric for each in own],
-            "flips": [_flips(each) for each in own],
-            "verdict": [each.equivalence.text if each.equivalence else "" for each in own],
+            "run entry": [each.run for _, each in own],
+            "metric": [metrics for metrics, _ in own],
+            "flips": [_flips(each) for _, each in own],
+            "verdict": [each.equivalence.text if each.equivalence else "" for _, each in own],
         }
         tables.append(Table(pd.DataFrame(cells), f"{precision} against {baseline}: verdicts", num_keys=2))
     return tables
@@ -106,13 +140,13 @@ def choice_table(choice: Choice) -> Table:
         "half that chooses": [each.first.text if each.first else "" for each in own],
         "half that confirms": [each.second.text if each.second else "" for each in own],
     }
-    return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}")
+    return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
 
 
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
     if isinstance(found, TextDivergence):
-        on, cells, num_keys = Path(found.text).name, _divergence_cells(found.precisions, "window"), 1
+        on, cells, num_keys = Path(found.text).name, _divergence_cells(found.precisions, "window"), 0
     else:
         every = [each for entry in found.entries for each in entry.precisions]
         entries = [entry.entry for entry in found.entries for _ in entry.precisions]
@@ -174,7 +208,7 @@ def speeds_table(speeds: pd.DataFrame) -> Table:
             f"{rate:,.0f}" + " *" * (reused > 0) for rate, reused in zip(speeds["tokens_per_s"], speeds["num_reused"])
         ],
     }
-    return Table(pd.DataFrame(cells), marks={"tokens/s": bars(speeds["tokens_per_s"])})
+    return Table(pd.DataFrame(cells), num_keys=0, marks={"tokens/s": bars(speeds["tokens_per_s"])})
 
 
 # --- Cells ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from flexgen_helm.report.scores import (
 )
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
+from flexgen_helm.terminal import fill
 from flexgen_helm.units import count, size
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ _COMPARISON_LEGEND = (
     "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
     "metric. Flips are instances whose score fell : rose : stayed with another answer. A verdict is of two one-sided "
     "tests at 5 %. The interval is Tango's score interval for right and wrong answers, else a bootstrap over "
-    "instances; its picture has no change in the middle. p is of the exact McNemar test for right and wrong answers "
-    "(lost : won against {baseline}), else of a permutation of signs. Tokens/s are of whole runs, whatever instances "
-    "they share."
+    "instances. p is of the exact McNemar test for right and wrong answers (lost : won against {baseline}), else of a "
+    "permutation of signs. Tokens/s are of whole runs, whatever instances they share."
 )
 _DIVERGENCE_NOTE = (
     "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
@@ -98,6 +97,7 @@ class Page:
     """A page.
 
     facts: what was run, on which machine, and when.
+    headline: what it says in short, above all else.
     notes: sentences, without full stops, about what is missing.
     links: title -> file in the same folder.
     flips: instances whose answers changed; HTML alone shows them.
@@ -110,27 +110,29 @@ class Page:
     notes: Sequence[str] = ()
     links: Mapping[str, str] | None = None
     flips: Sequence[FlipGroup] = ()
+    headline: Sequence[str] = ()
 
     def to_text(self, width: int = TEXT_WIDTH) -> str:
         """Return tables of at most `width` columns, and notes."""
-        parts = [self.title]
+        parts = ["\n".join(fill(line, width) for line in (self.title, *self.headline))]
         if self.facts:
-            parts.append("\n".join(_filled(f"{label}: {fact}", width) for label, fact in self.facts.items()))
+            parts.append("\n".join(fill(f"{label}: {fact}", width) for label, fact in self.facts.items()))
         if self.notes:
-            parts.append("\n".join(_filled(f"- {note}.", width) for note in self.notes))
+            parts.append("\n".join(fill(f"- {note}.", width) for note in self.notes))
         for section in self.sections:
             parts.append(f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else "")
             for table in section.tables:
                 parts.append("\n".join([table.title] * bool(table.title) + [tables.text(table, width)]))
             if section.notes:
-                parts.append("\n".join(_filled(f"- {note}.", width) for note in section.notes))
+                parts.append("\n".join(fill(f"- {note}.", width) for note in section.notes))
         if self.summary:
-            parts.append(_filled(self.summary, width))
+            parts.append(fill(self.summary, width))
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def to_markdown(self) -> str:
         """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", self.summary, "\n".join(f"- {label}: {fact}" for label, fact in self.facts.items())]
+        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline), self.summary]
+        parts.append("\n".join(f"- {label}: {fact}" for label, fact in self.facts.items()))
         parts += [f"- {note}." for note in self.notes]
         for section in self.sections:
             parts.append(f"## {section.title}")
@@ -180,15 +182,15 @@ def suite_page(report: SuiteReport) -> Page:
     sections = [
         _scores_section(report.runs),
         Section("Throughput", _levels(report.runs, tables.throughput_table), [_COMPUTED_NOTE]),
-        Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]),
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
+    scales = _scales(report.compared)
     for model in report.compared:
         notes = [*_verdicts(model), *(note for note in model.notes if note not in report.notes)]
-        sections.append(
-            _comparison_section(f"Precisions of flexgen/{model.model}", model, BASELINE, notes, report.runs)
-        )
+        title = f"Precisions of flexgen/{model.model}"
+        sections.append(_comparison_section(title, model, BASELINE, notes, report.runs, scales))
+    sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
     legend = _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else ""
     links = {"Precisions compared": COMPARE_FILE}
     return Page(f"Suite {report.suite}", legend, sections, _run_facts(report.runs), report.notes, links)
@@ -207,7 +209,10 @@ def comparison_page(
     runs: those of the suite, for flips, and for what was run where.
     choices, divergences: by model, if they were asked for.
     """
-    sections = [_comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs) for model in models]
+    scales = _scales(models)
+    sections = [
+        _comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs, scales) for model in models
+    ]
     first = {name: comparison_tables.choice_table(choice) for name, choice in (choices or {}).items()}
     last = {name: comparison_tables.divergence_table(found, baseline) for name, found in (divergences or {}).items()}
     sections = [
@@ -223,10 +228,10 @@ def comparison_page(
     links = {"Report of the suite": REPORT_FILE}
     named = [f"flexgen/{model.model}: " if len(models) > 1 else "" for model in models]
     verdicts = [name + "; ".join(_verdicts(model)) for name, model in zip(named, models) if model.verdicts]
-    facts = ({"verdict": "; ".join(verdicts)} if verdicts else {}) | _choice_facts(choices, len(models))
-    facts |= _run_facts(compared)
+    facts = _choice_facts(choices, len(models)) | _run_facts(compared)
     flips = list(flip_groups(models, compared, baseline, _MAX_FLIPS)) if compared else []
-    return Page(f"{suite}: {baseline} and other precisions", legend, sections, facts, links=links, flips=flips)
+    title = f"{suite}: {baseline} and other precisions"
+    return Page(title, legend, sections, facts, links=links, flips=flips, headline=verdicts)
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
@@ -298,15 +303,20 @@ def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], boo
 
 
 def _comparison_section(
-    title: str, model: ModelComparison, baseline: str, notes: Sequence[str], runs: Sequence[RunScores]
+    title: str,
+    model: ModelComparison,
+    baseline: str,
+    notes: Sequence[str],
+    runs: Sequence[RunScores],
+    scales: Mapping[str, float],
 ) -> Section:
     links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
-    every = comparison_tables.comparison_tables(model.comparisons, baseline, links)
+    every = comparison_tables.comparison_tables(model.comparisons, baseline, links, scales)
     judged: Sequence[Comparison] = model.comparisons
     if model.pooled:
         pooled = {each.run.partition(" (")[0] for each in model.pooled}
         judged = [*model.pooled, *(each for each in model.comparisons if each.run.partition(":")[0] not in pooled)]
-        shown = comparison_tables.comparison_tables(judged, baseline, links)
+        shown = comparison_tables.comparison_tables(judged, baseline, links, scales)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
         every = shown + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
@@ -314,6 +324,10 @@ def _comparison_section(
     verdicts = comparison_tables.verdict_tables(judged, baseline)
     speeds = replace(comparison_tables.speeds_table(model.speeds), title="Speed")
     return Section(title, [*verdicts, *every, speeds], notes)
+
+
+def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
+    return comparison_tables.interval_scales(each for model in models for each in (*model.comparisons, *model.pooled))
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
@@ -351,9 +365,13 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
         for record in records
         if "versions" in record
     )
+    # A run that only scores or continues texts has no decision in its record.
+    has_scored = any(run.prompts for run in runs) and any(
+        "chat_template" in run.run and not run.prompts for run in runs
+    )
     facts = {
         "model": _distinct(run.typed_model for run in runs),
-        "prompts": _distinct(run.prompts for run in runs if run.prompts),
+        "prompts": _distinct(run.prompts for run in runs if run.prompts) + "; scored ones unchanged" * has_scored,
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),
@@ -375,10 +393,6 @@ def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
 
 def _distinct(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
-
-
-def _filled(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _shortened(text: str) -> str:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
@@ -17,6 +16,7 @@ from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.scores import RunScores, precision_rank
 from flexgen_helm.report.throughput import BUCKET
+from flexgen_helm.terminal import table_text
 from flexgen_helm.units import duration, rate_text, size, spelled_duration
 
 _RUN_COLUMNS = [
@@ -35,11 +35,15 @@ _TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "half t
 
 @dataclass(frozen=True)
 class Mark:
-    """A horizontal bar below a number, in percent of the cell's width. point: a dot on it, of an interval plot."""
+    """A horizontal bar below a number, in percent of the cell's width.
+
+    point: a dot on it, of an interval plot; axis: what is at its left end, its middle and its right end.
+    """
 
     low: float
     high: float
     point: float | None = None
+    axis: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Table:
     links: column -> targets of its cells.
     marks: column -> a mark or None per row.
     collapsed: long, so a page shows it on demand.
+    optional: columns that a narrow terminal leaves out, the first first.
     """
 
     cells: pd.DataFrame
@@ -59,10 +64,16 @@ class Table:
     links: Mapping[str, Sequence[str]] = field(default_factory=dict)
     marks: Mapping[str, Sequence[Mark | None]] = field(default_factory=dict)
     collapsed: bool = False
+    optional: Sequence[str] = ()
 
     @property
     def right_aligned(self) -> list[bool]:
         return [place >= self.num_keys and name not in _TEXT_COLUMNS for place, name in enumerate(self.cells)]
+
+    @property
+    def begins_group(self) -> list[bool]:
+        """Return, for each row, whether its keys differ from those above: the rows of a group can be compared."""
+        return [not row or not all(same) for row, same in enumerate(self.repeats)]
 
     @property
     def repeats(self) -> list[list[bool]]:
@@ -119,7 +130,7 @@ def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     links = {"precision": list(frame.pop("link"))}
     if not show_model:
         del frame["model"]
-    return Table(frame, num_keys=2, links=links)
+    return Table(frame, num_keys=2, links=links, optional=("requests", "scored"))
 
 
 def _score_and_error(run: RunScores, metric: str) -> str:
@@ -146,7 +157,8 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
         "time": [seconds_text(run.latency_s) for run in runs],
         "tokens/s": [f"{rate:,.0f}" + " *" * (run.num_reused > 0) for run, rate in zip(runs, rates)],
     }
-    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": bars(rates)})
+    optional = ("computed", "output tokens", "requests", "prompt tokens")
+    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": bars(rates)}, optional=optional)
 
 
 def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
@@ -282,33 +294,9 @@ def markdown(table: Table) -> str:
 
 
 def text(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns, or as many as it needs to lose nothing."""
-    wanted = sum(len("".join(cell.split())) for row in _printed(table)[2] for cell in row)
-    while len("".join((drawn := _drawn(table, width)).partition("\n─")[2].replace("─", "").split())) < wanted:
-        width += 1
-    return drawn
-
-
-def _drawn(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns. Numbers fold before metrics do; what does not fit is cut."""
-    from io import StringIO
-
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table as Drawing
-
+    """Return a table of at most `width` columns."""
     headings, right, rows = _printed(table)
-    drawing = Drawing(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    least = max((len(metric) + 2 for metric in table.cells.iloc[:, 1]), default=None) if table.num_keys == 2 else None
-    for place, (heading, *cells) in enumerate(zip(headings, *rows)):
-        lines = wrap(heading, max(10, *map(len, cells), 0)) if right[place] else [heading]
-        justify: Literal["left", "right"] = "right" if right[place] else "left"
-        drawing.add_column("\n".join(lines), justify=justify, overflow="fold", min_width=least if place == 0 else None)
-    for row in rows:
-        drawing.add_row(_wrapped(row[0]), *row[1:])
-    output = StringIO()
-    Console(file=output, width=width, color_system=None, highlight=False, markup=False, emoji=False).print(drawing)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+    return table_text(headings, rows, width, right, table.optional)
 
 
 def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
@@ -318,20 +306,10 @@ def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
     for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):
         if stacked and not repeated[0]:
             rows.append([row[0], *[""] * (len(row) - 2)])
-        key = row[stacked] if not repeated[stacked] else ""
-        rows.append([f"  {key}" if stacked and key else key, *row[table.num_keys :]])
-    columns = [0, *range(table.num_keys, len(table.cells.columns))]
+        keys = ["" if same else key for key, same in zip(row, repeated)][stacked:]
+        rows.append([*(f"  {key}" if stacked and key else key for key in keys), *row[table.num_keys :]])
+    columns = [*range(min(table.num_keys, 1)), *range(table.num_keys, len(table.cells.columns))]
     return [str(table.cells.columns[n]) for n in columns], [table.right_aligned[n] for n in columns], rows
-
-
-def _wrapped(name: str, width: int = 34) -> str:
-    """Break the name of a run entry after commas and colons."""
-    lines = [""]
-    for part in name.replace(":", ":\0").replace(",", ",\0").split("\0"):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("  ")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 # --- Cells ---

@@ -52,7 +52,7 @@ def body_of(answer):
     return answer["response"]["body"]
 
 
-def test_answers_are_those_of_the_engine_in_order(folder, tmp_path):
+def test_answers_are_those_of_the_engine_in_order(folder, tmp_path, capsys):
     lines = [
         line("ids", TEXT, prompt=[5, 6, 7], max_tokens=3, temperature=0, logprobs=1),
         chat("chat", "the quick", max_tokens=4, temperature=0, logprobs=True),
@@ -63,6 +63,7 @@ def test_answers_are_those_of_the_engine_in_order(folder, tmp_path):
     ]
     out = tmp_path / "out.jsonl"
     assert cli.main(["batch", str(write(tmp_path / "in", lines)), "-o", str(out), "--model", str(folder)]) == 0
+    assert capsys.readouterr().err.endswith(f"6 answers in {out}\n")
     answers = read(out)
     assert [answer["custom_id"] for answer in answers] == ["ids", "chat", "texts", "echo", "drawn", "open"]
     assert all(set(answer) == {"id", "custom_id", "response", "error"} for answer in answers)

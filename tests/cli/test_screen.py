@@ -137,6 +137,65 @@ def test_progress_is_described_without_empty_parts() -> None:
     assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
 
 
+PRECISIONS = """
+import hashlib, sys, time
+from pathlib import Path
+from flexgen_helm.checkpoint import fingerprint
+from flexgen_helm.cli import screen
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Progress, ProgressPhase, report, watched
+
+log, file = Path(sys.argv[1]), Path(sys.argv[2])
+fingerprint._REPORT_EVERY = 1 << 20
+file.write_bytes(bytes(3 << 19))
+with screen.Screen(log, ["fp16", "4bit"]):
+    time.sleep(0.7)
+    with watched(ProgressPhase("fetch", "org/model", total=200), log.parent / "part"):
+        time.sleep(0.3)
+        (log.parent / "part" / "weights").write_bytes(bytes(100))
+        time.sleep(0.6)
+    fingerprint.hash_file(file)
+    for precision, tokens in (("fp16", 250.0), ("4bit", 500.0)):
+        report(ModelInUse("opt-30b", precision))
+        report(ProgressPhase("convert", precision, 1, 4))
+        time.sleep(0.4)
+        report(PlanLine(f"keeps all weights of {precision} in memory"))
+        report(Progress(tokens, 1000, 3, 12, 5.0, {"cpu": 3 << 30}))
+        time.sleep(0.4)
+        report(Message("a sentence of a library about precisions " * 4))
+    report(ProgressPhase("metrics", "mcqa", 1, 4, "run"))
+    time.sleep(0.4)
+"""
+
+
+def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    command = [*python("plan"), "-c", PRECISIONS, str(tmp_path / "log"), str(tmp_path / "file")]
+    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, columns=60)
+    assert session.exit_code == 0, session.last
+    frames = [frame for _, frame in session.frames]
+    assert not any(frame.count("downloading") > 1 for frame in frames), "a download has one bar"
+    assert session.shown("100 B of 200 B") and not any("verifying" in frame for frame in frames if "opt-30b" in frame)
+    for frame in frames:
+        panel = frame[frame.find("flexgen-helm ") :]
+        if "4bit, 2 of 2" in panel:
+            assert "fp16" not in panel and ("converting" not in panel or "requests" not in panel), panel
+        if "computing metrics" in panel:
+            assert not any(old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")), panel
+    assert any("4bit, 2 of 2" in frame and "converting" in frame for frame in frames)
+    assert session.shown("0:15 left of fp16") and session.shown("0:05 left of 4bit")
+    said = session.last.splitlines()
+    assert max(map(len, said)) <= 60 and {"precisions"} < {word for line in said for word in line.split()}
+    assert " ".join(line.strip() for line in said) == ("a sentence of a library about precisions " * 8).strip()
+
+
+def test_a_dumb_terminal_gets_the_lines_of_a_pipe(tmp_path: Path) -> None:
+    """As in Emacs: nothing can be redrawn, and a whole run would be silent."""
+    command = ["env", "TERM=dumb", *python("plan"), "-c", EVENTS, str(tmp_path / "log")]
+    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert session.exit_code == 0 and "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in session.last
+    assert "starting HELM" in session.last and session.last.splitlines()[-1] == "the end" and "━" not in session.last
+
+
 BUSY = """
 import sys, threading
 from flexgen_helm.cli import screen

@@ -282,7 +282,7 @@ def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
     assert 3 <= first < REQUESTS
     if kind == "suite":
         said = re.search(r"interrupted: (\d+) of (\d+) answers are stored", output)
-        assert said and int(said[1]) <= first and int(said[2]) == REQUESTS and "Go on with: flexgen-helm" in output
+        assert said and int(said[1]) <= first and int(said[2]) == REQUESTS and "Go on with:\n  flexgen-helm" in output
     place.run(kind, "-n", threads)
     assert place.events()["answer"] == REQUESTS - first
     assert place.results() == plain.results()

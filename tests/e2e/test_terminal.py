@@ -70,6 +70,7 @@ def test_quickstart_on_the_fake_engine(tmp_path: Path) -> None:
         output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
     check_quickstart(output, tmp_path)
+    assert "Compare the precisions:\n  flexgen-helm compare --suite quickstart\n" in output
     assert place.events()["load"] == 2 and "LAMBADA and WikiText-2 are left out" in output
 
 

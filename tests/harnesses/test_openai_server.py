@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import signal
 import socket
 import sqlite3
@@ -43,7 +44,11 @@ def server(folder, tmp_path_factory):
         yield served
         assert served.process.poll() is None
     assert served.process.returncode == 0 and "Traceback" not in served.output
-    assert served.lines[-1].endswith("answered; what was computed is stored\n")
+    assert re.search(r"\d+ requests answered, \d+ refused; what was computed is stored\n$", served.lines[-1])
+    blocks = [
+        re.fullmatch(r"[\d:]{8}  \d+ sequences? in .* s, [\d,]+ tokens, .* tokens/s\n", line) for line in served.lines
+    ]
+    assert any(blocks)
 
 
 @pytest.fixture(scope="module")

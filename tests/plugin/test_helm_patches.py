@@ -396,7 +396,7 @@ def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, m
     monkeypatch.setattr(sys, "argv", ["flexgen-helm", "run", *arguments])
     monkeypatch.setattr("flexgen_helm.cli.run._run", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
     assert run_and_show(arguments, {"weights": "dummy"}, verbose=True) == 130
-    assert capsys.readouterr().err.endswith(f"Go on with: flexgen-helm run {' '.join(arguments)}{added}\n")
+    assert capsys.readouterr().err.endswith(f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n")
 
 
 def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(

@@ -111,7 +111,7 @@ def test_a_signal_ends_a_suite_soon_and_keeps_its_answers(suites: Suites, whole:
     first = suites.run(place, at=whole.steps.count("compute") // 2, name="compute", number=number)
     assert first.code == 130, first.output
     assert first.seconds_after_signal < 10
-    assert "interrupted: " in first.output and "Go on with: flexgen-helm" in first.output
+    assert "interrupted: " in first.output and "Go on with:\n  flexgen-helm" in first.output
     assert "Traceback" not in first.output
     second = suites.run(place)
     assert second.code == 0, second.output

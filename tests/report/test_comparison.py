@@ -161,10 +161,49 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     assert changes["bits_per_byte"] == f"{2 / 75 / math.log(2):+.4f}"
     accuracy, word, token, bits = table.marks["95 % interval"]
     low, high = model.comparisons[0].interval
-    assert accuracy.low == 2 and low < -0.25 < 0 < high  # no change is in the middle
-    assert (accuracy.point, accuracy.high) == pytest.approx((50 + 48 * 0.25 / low, 50 - 48 * high / low))
-    assert bits.high == 98 and token.high <= word.high == 98
+    assert accuracy.axis == ("-100", "0", "+100 pp") and low < -0.25 < 0 < high  # no change is in the middle
+    assert (accuracy.low, accuracy.point, accuracy.high) == pytest.approx((50 + 50 * low, 37.5, 50 + 50 * high))
+    assert word.axis == token.axis == ("×0.333", "×1", "×3") and token.high <= word.high <= 100
+    assert bits.axis == ("-0.5", "0", "+0.5") and 50 < bits.high <= 100
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
+
+
+def test_equal_rows_of_metrics_are_one(tmp_path):
+    """Metrics of a run entry that say the same are named in one row, of changes and of verdicts."""
+    for precision, right in (("fp16", [1, 1, 0, 1]), ("4bit", [1, 0, 0, 1])):
+        names = ("exact_match", "quasi_exact_match", "f1_score")
+        instances = {f"id{n}": dict.fromkeys(names[:2], x) | {"f1_score": x / 2} for n, x in enumerate(right)}
+        write_run(tmp_path, "mc", precision, dict.fromkeys(names[:2], np.mean(right)) | {"f1_score": 0.5}, instances)
+    (section,) = comparison_page(compare_suite(tmp_path), "s", "fp16").sections
+    for table in section.tables[:2]:
+        assert [metric for metric in table.cells["metric"] if "exact" in metric] == ["exact_match, quasi_exact_match"]
+
+
+def test_intervals_of_a_page_share_the_scale_of_their_unit(tmp_path):
+    """Of two precisions and two run entries; only the page has pictures, so only it has words of them."""
+    draw = np.random.default_rng(0)
+    for name, count in (("mc", 400), ("few", 8)):
+        right = (draw.random(count) < 0.5).astype(float)
+        for precision, change in (("fp16", 0), ("8bit", 1), ("4bit", 2)):
+            own = np.where(np.arange(count) < change, 1 - right, right)
+            write_run(tmp_path, name, precision, {"exact_match": own.mean()}, accuracies(own))
+    page = comparison_page(compare_suite(tmp_path), "s", "fp16")
+    marks = [mark for table in page.sections[0].tables for mark in table.marks.get("95 % interval", [])]
+    assert len(marks) == 4 and {mark.axis for mark in marks} == {("-50", "0", "+50 pp")}
+    widths = sorted(mark.high - mark.low for mark in marks)
+    assert widths[1] < widths[2] / 5, "eight instances say less than 400, and look so"
+    assert "picture" not in page.to_text() and "<small>+50 pp</small>" in page.to_html()
+
+
+def test_the_verdict_is_above_all_else(tmp_path):
+    write_accuracies(tmp_path, "fp16", np.ones(500))
+    write_accuracies(tmp_path, "4bit", np.ones(500))
+    page = comparison_page(compare_suite(tmp_path), "s", "fp16")
+    verdict = "4bit: equivalent within 1 % or pp in the only run entry: mc:mode=a"
+    assert page.to_text().splitlines()[:2] == ["s: fp16 and other precisions", verdict]
+    assert page.to_markdown().splitlines()[2] == f"**{verdict}**"
+    html = page.to_html()
+    assert f"<h1>{verdict}</h1>" in html and "verdict" not in page.facts
 
 
 def test_subjects_are_also_compared_together(tmp_path):
@@ -323,7 +362,7 @@ def test_the_page_is_self_contained(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     html = comparison_page(compare_suite(tmp_path), "<suite>", "fp16").to_html()
-    assert "<h1>&lt;suite&gt;" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
+    assert "&lt;suite&gt;: fp16" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
     assert "0.6667" in html and "1.0000 (1 : 1)" in html and len(html) < 30_000
 
 
@@ -351,8 +390,8 @@ def test_the_command(tmp_path):
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
     for columns in (60, 80):  # nothing is cut, whatever the terminal does with long lines
         text = comparison_page(compare_suite(suite), "mine", "fp16").to_text(columns)
-        words = " ".join(text.split())
-        assert all(value in words for value in ("1.0000", "1)", "won)", "0.6667", "pp")), text
+        assert max(map(len, text.splitlines())) <= columns and "0.6667" in text and "33.33 pp" in text, text
+        assert ("1.0000 (1 : 1)" in text) != ("(No room for: p (lost : won)" in text) == (columns == 60)
     content = json.loads(compare("--suite", "mine", "--json").stdout)
     (comparison,) = content["models"]["tiny"]["comparisons"]
     assert comparison["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}

@@ -171,6 +171,7 @@ def test_the_page_lists_flips_first_escaped_and_with_links_that_lead_somewhere(t
     made = comparison_page(compare_runs(runs, suite), "s", "fp16", runs).to_html(suite)
     assert made.index("<h2>Flips</h2>") < made.index("<h2>flexgen/tiny</h2>")
     assert "<script" not in made and html.escape("<script>alert(") in made and "{{ 7 * 7 }}" in made
+    assert "<dt>expected</dt>" in made and "<dt>right</dt>" not in made, "right is no side"
     assert "only white space" in made and ">empty<" in made and "log-probability -0.10" in made
     links = set(re.findall(r'href="(\./[^"]*scenario_state\.json)"', made))
     assert len(links) == 2 and all((suite / unquote(link)).is_file() for link in links)

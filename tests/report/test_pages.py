@@ -44,7 +44,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
     runs = read_finished_runs(folder)
     spread = Spread(400, 0.145660, (0.127202, 0.167136), 0.092935, 0.852513, 1.580980)
-    kl = Divergence("fp16", "4bit", 12276, 12, 26.1786, 30.042, 1.1476, (1.1239, 1.1765), 0.787, spread, spread, 0.795)
+    kl = Divergence("fp16", "4bit", 12276, 12, 26.1786, 30.042, 1.1476, (1.1239, 1.1765), 0.787, spread)
     entries = ("wikitext", "boolq:only_contrast=True")
     found = SuiteDivergence(
         "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
@@ -84,6 +84,42 @@ def test_the_compared_page_has_divergences(window: Browser, suite: Path) -> None
     window.open(suite / "flexgen_compare.html")
     text = window.run("return document.body.textContent")
     assert "KL 99 %" in text and "0.14566" in text and "Kullback-Leibler" in text
+
+
+# The tops and the lefts of the cells of the first score's rows.
+FIRST_SCORES = """
+const body = [...document.querySelectorAll('tbody')].find(e => e.textContent.includes('boolq'));
+const cells = [...body.querySelectorAll('td[data-label=score]')].slice(0, 2);
+return cells.map(e => e.getBoundingClientRect()).map(box => [box.top, box.left]);
+"""
+
+
+def test_precisions_stand_side_by_side_on_a_phone(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_report.html")
+    window.show(390, "light")
+    (top, left), (other_top, other_left) = window.run(FIRST_SCORES)
+    assert top == other_top and left + 100 < other_left
+
+
+def test_an_interval_has_an_axis_with_its_ends_and_middle(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_compare.html")
+    for width in WIDTHS:
+        window.show(width, "light")
+        ends = "return [...document.querySelectorAll('.interval')].map(e => [e, ...e.querySelectorAll('small')]"
+        boxes = window.run(f"{ends}.map(e => e.getBoundingClientRect()).map(b => [b.left, b.right]))")
+        shown = [box for box in boxes if box[0][1]]  # not of a collapsed table
+        assert shown
+        for (left, right), low, middle, high in shown:
+            assert low[0] == pytest.approx(left) and high[1] == pytest.approx(right)
+            assert low[1] < middle[0] and middle[1] < high[0]
+            assert sum(middle) / 2 == pytest.approx((left + right) / 2, abs=1)
+
+
+def test_the_verdict_is_the_headline(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_compare.html")
+    headline = window.run("return document.querySelector('h1').textContent")
+    assert "4bit: " in headline and "run entries" in headline
+    assert window.run("return document.querySelector('h1 ~ .facts') !== null")
 
 
 def test_links_lead_to_the_runs(window: Browser, suite: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 from urllib.parse import unquote
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_scores_have_errors_counts_and_the_names_that_were_typed(suite):
 
 def test_throughput_padding_and_usage(suite):
     report = read_suite(suite)
-    _, throughputs, paddings, usage, compared = suite_page(report).sections
+    _, throughputs, usage, compared, paddings = suite_page(report).sections
     # 5 x 500 prompt tokens and 4 x 2 output tokens in 4 s, half of the prompts computed.
     assert rows_of(throughputs.tables[0])[2] == ["mc:mode=a", "fp16", "4", "2,500", "1,250", "8", "4.0 s", "627"]
     # To the longest: 4 x (1000 + 2).
@@ -79,7 +80,7 @@ def test_throughput_padding_and_usage(suite):
 def test_what_a_run_padded_is_shown_where_it_padded(suite):
     path = next(suite.glob("mc*")) / "flexgen_run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "padded_prompt_tokens": 4000.0}))
-    paddings = suite_page(read_suite(suite)).sections[2].tables[0]
+    paddings = suite_page(read_suite(suite)).sections[-1].tables[0]
     assert "as run" in paddings.cells and "4,008" in list(paddings.cells["as run"])
 
 
@@ -314,6 +315,11 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
     page = suite_page(read_suite(folder))
     assert page.facts["prompts"] == "through the chat template"
     assert [note for note in page.notes if "Models differ" in note] == []
+    scored = write_run(folder, "scored", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), "one")
+    add_record(scored, cost, 1.0, chat_template=None)  # as a run that asks for no text is recorded
+    write_totals(folder)
+    assert suite_page(read_suite(folder)).facts["prompts"] == "through the chat template; scored ones unchanged"
+    shutil.rmtree(scored)
     assert any(
         note.startswith("3 of 4 answers of mc:mode=a of flexgen/one ended while still thinking") for note in page.notes
     )

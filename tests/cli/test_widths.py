@@ -1,0 +1,39 @@
+"""Commands' tables and sentences at the widths of terminals; commands to copy alone may be longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexgen_helm import cli
+
+PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path_factory.mktemp("h")))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["models", "llama"], ["llama-4-maverick-instruct", "too large"]),
+        (["plan", *PLAN, "--prompt-len", "512", "--gen-len", "32", "--num-seqs", "100"], ["memory allowed"]),
+        (["plan", *PLAN, "-c", "runs/helm_safety.conf", "-m", "10"], ["scenario", "alone", "expect"]),
+        (["entries", "bbq"], ["bbq:subject=all,", "here"]),
+        (["doctor"], ["direct reads", "found"]),
+        (["clean"], []),
+    ],
+    ids=["models", "plan", "plan -c", "entries", "doctor", "clean"],
+)
+def test_lines_fit_and_words_are_whole(
+    arguments: list[str], words: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    cli.main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines if "flexgen-helm run" not in line and "--precision" not in line)
+    assert all(any(word in line for line in lines) for word in words)
+    rules = [line for line in lines if set(line) == {"─"}]
+    assert bool(rules) == bool(words) and not any(set(line) & set("━│┃┏") for line in lines), "one style of tables"
