@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
@@ -98,10 +99,12 @@ def _date(text: Any) -> datetime:
 def _require_interruptible(template: str) -> None:
     """Refuse powers: `9**9**9` is one step of the interpreter, which nothing interrupts, and no chat needs one."""
     try:
-        tokens = list(Environment().lex(template))
+        tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
     except TemplateSyntaxError:
         return  # the renderer says so
-    if any(kind == "operator" and text == "**" for _, kind, text in tokens):
+    # Behind "(" or "," two stars hand over keyword arguments.
+    powers = [before for before, token in pairwise(tokens) if token[1:] == ("operator", "**")]
+    if any(text not in ("(", ",") for _, _, text in powers):
         raise RequestError("the checkpoint's chat template computes a power (**), which no chat needs; it is not run")
 
 
