@@ -122,10 +122,11 @@ class _Watchdog:
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         with self._lock:
-            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
-                self._watcher.start()
+                watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
+                watcher.start()  # raises where the system has no more threads
+                self._watcher = watcher
+            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
         try:
             yield
         finally:
