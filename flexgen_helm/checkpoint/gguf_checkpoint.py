@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
@@ -120,8 +121,8 @@ def _require_known_type(tensor: StoredTensor) -> None:
         gguf.quants.dequantize(block.view(_ELEMENT_TYPES.get(tensor.dtype, np.uint8)), kind)
     except NotImplementedError:
         raise UnsupportedArchitectureError(
-            f"{tensor.title} has the type {tensor.dtype}, which the gguf package cannot dequantize; quantize the model "
-            "to another type"
+            f"{tensor.title} has the type {tensor.dtype}, for which gguf {version('gguf')} has no dequantization; "
+            "pip install -U gguf, or quantize the model to another type"
         ) from None
 
 

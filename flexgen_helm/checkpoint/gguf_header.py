@@ -85,8 +85,8 @@ class _Parser:
                 raise ValueError(f"it has two tensors named {name}")
             if number not in _TYPE_NUMBERS:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} has the type {number}, which the gguf package {version('gguf')} does "
-                    "not know; install a newer one, or quantize the model to another type"
+                    f"{file.path}: tensor {name} has the type {number}, newer than the installed gguf package "
+                    f"{version('gguf')}: pip install -U gguf, or quantize the model to another type"
                 )
             kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]

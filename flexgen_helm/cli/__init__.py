@@ -6,6 +6,7 @@ HELM when it needs them, so `--help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the last resort
         if is_debugging:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            say(f"flexgen-helm: {error.filename} is too long for the name of a file; give a shorter one")
+            return 2
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
         return 1

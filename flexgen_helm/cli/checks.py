@@ -24,7 +24,7 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import existing_folder, replace_text, sync_folder
-from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.hardware.control_groups import host_memory, lacking_address_space
 from flexgen_helm.request import Completion, GenerationResult
 from flexgen_helm.units import size
 
@@ -184,6 +184,8 @@ def _memory() -> Finding:
 
 def _limits() -> Finding:
     """Limits of this process, of which the system tells nothing until they are met."""
+    if (lacking := lacking_address_space()) is not None:
+        return Finding("failed", lacking, "Run: ulimit -v unlimited.")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # an engine raises the soft limit
     limits = {
         "-f (file size)": resource.getrlimit(resource.RLIMIT_FSIZE)[0],

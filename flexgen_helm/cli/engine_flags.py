@@ -14,8 +14,9 @@ import typer
 from flexgen_helm.cli.completion import complete_from
 from flexgen_helm.cli.console import say
 from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
+from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
-from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.hardware.control_groups import host_memory, lacking_address_space
 from flexgen_helm.hardware.cuda import require_cuda, why_no_cuda
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.units import size, size_argument
@@ -80,6 +81,8 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
     config = EngineConfig(**{name: value for name, value in options.items() if name != "precision"})
     if not is_local:
         return
+    if (lacking := lacking_address_space()) is not None:
+        raise UsageError(f"{lacking}; run: ulimit -v unlimited")
     if config.device.startswith("cuda"):
         require_cuda(config.device)
     has_gpu = config.device == "auto" and why_no_cuda() is None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.cli.console import print_csv, print_json, say, write_file, write_json
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
 from flexgen_helm.errors import UsageError
@@ -51,7 +52,7 @@ def report(
 def compare(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
+    baseline: Annotated[str, typer.Option(help="The precision, or model, that the others are compared with.")] = "fp16",
     margin: Annotated[
         float,
         typer.Option(
@@ -91,7 +92,7 @@ def compare(
       flexgen-helm compare --suite first
     """
     from flexgen_helm.report.choice import choose_precisions
-    from flexgen_helm.report.comparison import compare_runs, comparison_to_json
+    from flexgen_helm.report.comparison import compare_runs, comparison_to_json, with_baseline
     from flexgen_helm.report.comparison_tables import comparisons_frame
     from flexgen_helm.report.divergence import read_divergence
     from flexgen_helm.report.flips import flip_groups
@@ -101,7 +102,8 @@ def compare(
     if not 0 < margin < 50:
         raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")
     folder = output_path / "runs" / suite
-    runs = read_finished_runs(folder)
+    baseline = baseline.removeprefix(PREFIX)
+    runs = with_baseline(read_finished_runs(folder), baseline)
     models = compare_runs(runs, folder, baseline, margin / 100)
     choices = choose_precisions(models, runs, baseline, margin / 100, by) if choose else None
     names = [model.model for model in models]

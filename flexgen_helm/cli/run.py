@@ -86,13 +86,14 @@ def run_and_show(
         say(hint)
     _check_memory(given, engine)
     output = Path(given.output_path or DEFAULT_OUTPUT)
-    for folder, flag in ((output, "-o"), (Path(given.local_path or "prod_env"), "--local-path")):
+    suite, entries = output / "runs" / (given.suite or "default"), Path(given.local_path or "prod_env")
+    for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
         require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
-        with _only_writer(output / "runs" / (given.suite or "default")):
+        with _only_writer(suite):
             outcome = _run([*arguments, *joined], engine, cluster)
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)

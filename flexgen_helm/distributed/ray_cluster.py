@@ -8,6 +8,7 @@ worker asks for the cores of its machine, and for one machine only.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
 import socket
@@ -34,6 +35,8 @@ _CLOSE_S = 5.0
 # Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
 # take 30 % of the memory, and the model needs that.
 _OBJECT_STORE_BYTES = 128 << 20
+# The longest path of a socket in Ray's folder of temporary files, with a process id behind it; bytes of any such path.
+_SOCKET, _MOST_SOCKET_BYTES = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
 # Seconds between two looks for machines that joined.
 _LOOK_EVERY_S = 5.0
 # How often a worker is started in one place: one that dies again and again is not a coincidence.
@@ -64,6 +67,13 @@ class RayOptions:
                 raise UsageError(f"{flag} is {value}; it must be 1 or more")
         if find_spec("ray") is None:
             raise UsageError("--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'")
+        folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+        excess = len(os.fsencode(f"{folder}{_SOCKET}{os.getpid()}")) - _MOST_SOCKET_BYTES
+        if self.address == "local" and excess > 0:
+            raise UsageError(
+                f"--ray local makes sockets in {folder} (TMPDIR), whose name is {excess} bytes too long for that; "
+                "run: export RAY_TMPDIR=/tmp"
+            )
 
 
 @dataclass(frozen=True)

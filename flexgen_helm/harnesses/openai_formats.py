@@ -38,7 +38,6 @@ Json = dict[str, Any]
 Endpoint = Literal["completions", "chat"]
 ENDPOINTS: Mapping[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-MAX_STOPS = 4
 # More than any evaluation sends in one line; each is a request.
 MAX_PROMPTS = 10_000
 
@@ -430,9 +429,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def _stops(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
-    is_list = isinstance(stops, list | tuple) and len(stops) <= MAX_STOPS
-    if not is_list or not all(isinstance(text, str) and text for text in stops):
-        raise ApiError(f"stop is {_short(stop)}; it must be a text or a list of up to {MAX_STOPS} texts", "stop")
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+        raise ApiError(f"stop is {_short(stop)}; it must be a text or a list of texts", "stop")
     return tuple(stops)
 
 

@@ -19,6 +19,8 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.report.run_files import differing_settings
 from flexgen_helm.units import count
 
+_MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
+
 
 def entry_of(run_spec: RunSpec) -> str:
     """Return a run's name without its model, which is shown beside it."""
@@ -28,10 +30,16 @@ def entry_of(run_spec: RunSpec) -> str:
 def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
     """Return the runs without those that are given twice: a folder has one run.
 
-    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out of the name.
+    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out of the name. Also
+    for a name that no folder can have.
     """
     known: dict[str, RunSpec] = {}
     for run_spec in run_specs:
+        if (length := len(run_spec.name.encode())) > _MOST_NAME_BYTES:
+            raise UsageError(
+                f"the run {run_spec.name[:60]}… needs a folder whose name has {length} bytes; "
+                f"{_MOST_NAME_BYTES} are possible: shorten its entry, or the model's name in FLEXGEN_HELM_MODELS"
+            )
         other = known.setdefault(run_spec.name, run_spec)
         if other != run_spec:
             differing = differing_settings(_adapter(other), _adapter(run_spec), " and ") or "in scenario or metrics"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,25 +100,37 @@ def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_
 
     Raises `UsageError` if there is no such model.
     """
-    return compare_runs(read_finished_runs(folder), folder, baseline, margin)
+    return compare_runs(with_baseline(read_finished_runs(folder), baseline), folder, baseline, margin)
+
+
+def with_baseline(runs: Sequence[RunScores], baseline: str) -> Sequence[RunScores]:
+    """Return the runs; where the baseline is a model of theirs, all models are shown as precisions of it."""
+    if all(run.run.get("model") != baseline for run in runs):
+        return runs
+    changes = [{"model": baseline, "precision": run.run.get("model"), "origin": None} for run in runs]
+    return [replace(run, run={**run.run, **change}) for run, change in zip(runs, changes, strict=True)]
 
 
 def compare_runs(
     finished: Sequence[RunScores], folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN
 ) -> list[ModelComparison]:
     """Do as `compare_suite` with runs that are already read."""
-    if baseline not in PRECISIONS:
-        raise UsageError(f"the baseline {baseline!r} is no precision; take one of {', '.join(PRECISIONS)}")
+    models = sorted({str(run.run.get("model")) for run in finished})
+    if baseline not in {*PRECISIONS, *(run.precision for run in finished)}:
+        known = ", ".join([*PRECISIONS, *models])
+        raise UsageError(f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}")
     runs = [run for run in finished if run.num_scored]
     names = dict.fromkeys(run.model for run in runs)
-    models = [_compare_model(name, [run for run in runs if run.model == name], baseline, margin) for name in names]
-    if compared := [model for model in models if model.comparisons]:
+    compared = [_compare_model(name, [run for run in runs if run.model == name], baseline, margin) for name in names]
+    if compared := [model for model in compared if model.comparisons]:
         return compared
     available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs))
     other = "4bit" if baseline != "4bit" else "fp16"
+    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {baseline},{other}"
+    if len(models) > 1:
+        remedy = f"compare models with --baseline {models[0]}, or {remedy}"
     raise UsageError(
-        f"nothing to compare in {folder}: it has {available or 'no finished runs of flexgen models'}; run the same "
-        f"entries in two precisions, for example with flexgen-helm run --precision {baseline},{other}"
+        f"nothing to compare in {folder}: it has {available or 'no finished runs of flexgen models'}; {remedy}"
     )
 
 

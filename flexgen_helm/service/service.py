@@ -238,7 +238,7 @@ class Service:
         """
         for block in blocks:
             while not (block.is_done() or self._is_imported.wait(IMPORT_SLICE_S) or self._interrupted.is_set()):
-                pass
+                self._require_worker()
 
     def _import(self, model: ModelArguments) -> None:
         self._loader.import_modules(model)
@@ -248,7 +248,12 @@ class Service:
         while not job.future.done():
             if self._interrupted.is_set():
                 raise Interrupted("interrupted; finished results are stored, the same command continues")
+            self._require_worker()
             wait([job.future], timeout=WAIT_SLICE_S)
+
+    def _require_worker(self) -> None:
+        if self._worker is not None and not self._worker.is_alive():
+            raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
 
     def interrupt(self) -> None:
         """Stop all work soon. Takes no lock: a signal handler may call it."""
@@ -315,8 +320,9 @@ class Service:
 
     def _wake_worker(self) -> None:
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
-            self._worker.start()
+            worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
+            worker.start()  # raises where the system has no more threads
+            self._worker = worker
         self._changed.notify_all()
 
     def _release(self, jobs: list[Job]) -> None:

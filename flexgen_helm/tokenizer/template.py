@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
@@ -98,10 +99,12 @@ def _date(text: Any) -> datetime:
 def _require_interruptible(template: str) -> None:
     """Refuse powers: `9**9**9` is one step of the interpreter, which nothing interrupts, and no chat needs one."""
     try:
-        tokens = list(Environment().lex(template))
+        tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
     except TemplateSyntaxError:
         return  # the renderer says so
-    if any(kind == "operator" and text == "**" for _, kind, text in tokens):
+    # Behind "(" or "," two stars hand over keyword arguments.
+    powers = [before for before, token in pairwise(tokens) if token[1:] == ("operator", "**")]
+    if any(text not in ("(", ",") for _, _, text in powers):
         raise RequestError("the checkpoint's chat template computes a power (**), which no chat needs; it is not run")
 
 
@@ -119,10 +122,11 @@ class _Watchdog:
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         with self._lock:
-            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
-                self._watcher.start()
+                watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
+                watcher.start()  # raises where the system has no more threads
+                self._watcher = watcher
+            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
         try:
             yield
         finally:

@@ -180,6 +180,11 @@ def test_limits_of_the_process_are_seen(monkeypatch):
     finding = checks._limits()
     assert finding.status == "warning"
     assert finding.found == "ulimit -n (open files) 1,024, -f (file size) 1 GiB"
+    limits[resource.RLIMIT_AS] = (3 << 30, 3 << 30)
+    finding = checks._limits()
+    assert finding.status == "failed" and finding.found.startswith("ulimit -v is 3 GiB of address space, and")
+    limits[resource.RLIMIT_AS] = (1 << 50, 1 << 50)
+    assert checks._limits().status == "warning"
 
 
 def test_answers_that_are_not_found_again_are_noticed(own_home, monkeypatch):

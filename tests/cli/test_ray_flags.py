@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from flexgen_helm import cli
@@ -21,6 +23,7 @@ RUN = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
         ),
         (["--ray-workers", "2"], True, "--ray-workers and --ray-cores need --ray; write for example --ray auto"),
         (["--ray", "auto", "--ray-cores", "0"], True, "--ray-cores is 0; it must be 1 or more"),
+        (["--ray", "local"], True, "(TMPDIR), whose name is 1 bytes too long for that; run: export RAY_TMPDIR=/tmp"),
         (["--ray-worker", "2"], True, "run has no flag --ray-worker; did you mean --ray-workers"),
     ],
 )
@@ -32,6 +35,8 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = record_suites(monkeypatch)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/".ljust(47 - len(str(os.getpid())), "t"))
     monkeypatch.setattr(ray_cluster, "find_spec", lambda name: object() if installed else None)
     assert cli.main([*RUN, *flags]) == 2
     assert sentence in capsys.readouterr().err.splitlines()[-1]

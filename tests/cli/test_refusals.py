@@ -21,6 +21,7 @@ from tests.helpers.console_script import HEAVY, Finished, run_script
 RUN = ("run", "-r", "x", "-m", "1")
 RUN_OPT = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--device", "cpu")
 DIVERGENCE = "divergence", "opt-125m", "--window", "9", "--text"
+TOO_LONG = "s is too long for the name of a file; give a shorter one"
 GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
 
 
@@ -56,6 +57,9 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         (("bench", "offload", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
         (("bench", "absent"), "there is no benchmark 'absent'"),
         (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),
+        ((*RUN_OPT, "--suite", "s" * 256), TOO_LONG),
+        (("report", "--suite", "s" * 256), TOO_LONG),
+        (("plan", "--model", "s" * 256, "--prompt-len", "9", "--gen-len", "9"), TOO_LONG),
     ],
 )
 def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says):

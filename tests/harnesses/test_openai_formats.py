@@ -57,6 +57,8 @@ def test_a_body_becomes_requests(tokenizer):
     assert [r.prompt_token_ids for r in requests(tokenizer, TEXT, {"prompt": ["the quick", "fox"]})] == [quick, fox]
     assert [r.prompt_token_ids for r in requests(tokenizer, TEXT, {"prompt": [[5], [6, 7]]})] == [(5,), (6, 7)]
     assert requests(tokenizer, TEXT, {"prompt": "fox", "echo": True})[0].echo_logprobs is False
+    stops = tuple("abcdefg")  # lm-evaluation-harness sends all that a task has, and EOS
+    assert requests(tokenizer, TEXT, {"prompt": "fox", "stop": [*stops]})[0].stop == stops
     (chat,) = requests(tokenizer, CHAT, {"messages": MESSAGES, "max_completion_tokens": 3, **greedy})
     rendered = tuple(tokenizer.encode("[user] the quick\n[assistant] "))
     assert chat.prompt_token_ids == rendered and chat.max_tokens == 3
@@ -206,7 +208,7 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         (TEXT, {"prompt": "x", "top_p": 1.5}, "top_p is 1.5"),
         (TEXT, {"prompt": "x", "seed": 2**64}, "seed is"),
         (TEXT, {"prompt": "x", "stop": [""]}, "stop is"),
-        (TEXT, {"prompt": "x", "stop": ["a"] * 5}, "up to 4 texts"),
+        (TEXT, {"prompt": "x", "stop": ["a", 5]}, "a list of texts"),
         (TEXT, {"prompt": "x", "echo": 1}, "echo is 1"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs is True"),
         (TEXT, {"prompt": "x", "logprobs": 21}, "from 0 to 20"),

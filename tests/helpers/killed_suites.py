@@ -40,7 +40,6 @@ class Order:
     after_s: seconds after which it is ended, whatever it does; None for never.
     number: the signal that ends it.
     limits: resource limits, RLIMIT_FSIZE and the like: [name, bytes] each.
-    growth: bytes of address space beyond what the process has at its start; None for any.
     converts: whether the command `convert` comes first.
     options: further flags of the suite.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
@@ -53,7 +52,6 @@ class Order:
     after_s: float | None = None
     number: int = signal.SIGKILL
     limits: list[tuple[str, int]] = field(default_factory=list)
-    growth: int | None = None
     converts: bool = True
     options: list[str] = field(default_factory=list)
     unguarded: bool = False
@@ -193,9 +191,6 @@ def _set_limits(order: Order) -> None:
     for name, value in order.limits:
         number = getattr(resource, name)
         resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
-    if order.growth is not None:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (now + order.growth, resource.RLIM_INFINITY))
 
 
 def _install_steps(order: Order, place: Path) -> None:

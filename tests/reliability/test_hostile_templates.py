@@ -29,6 +29,7 @@ REFUSED = {
     "no Jinja": ("{% for %}", "refuses these messages"),
     "a power": ("{{ 9**9**9 }}", "a power"),
     "a power of the messages": ("{{ messages|length ** 9 }}", "a power"),
+    "a power among keyword arguments": ("{{ dict(x, **{'a': 9\n**9}) }}", "a power"),
 }  # fmt: skip
 
 
@@ -50,6 +51,11 @@ def test_what_leaves_the_sandbox_is_refused(
 
 def test_stars_outside_of_expressions_are_text() -> None:
     assert render("**{{ messages[0].content }}** {# 2**3 #}", CHAT, True, {}) == "**hi** "
+
+
+def test_keyword_arguments_are_no_power() -> None:
+    template = "{% set m = dict(messages[0], **{'a': 'b'}) %}{{ m.content }} {{ dict( ** m).a }}"
+    assert render(template, CHAT, True, {}) == "hi b"
 
 
 def test_a_loop_without_end_is_stopped_and_other_threads_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,12 +301,34 @@ def test_nothing_to_compare_is_one_message(tmp_path):
 
 
 def test_the_suggested_command_is_not_refused(tmp_path):
-    with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 8bit") as refused:
+    with pytest.raises(
+        UsageError, match="'foo' is no precision or model of the suite; take one of fp16, fp16-s, 8bit"
+    ) as refused:
         compare_suite(tmp_path, "foo")
     assert "--precision foo" not in str(refused.value)
     for baseline, pair in (("fp16", "fp16,4bit"), ("4bit-s", "4bit-s,4bit"), ("4bit", "4bit,fp16")):
         with pytest.raises(UsageError, match=f"--precision {pair}$"):
             compare_suite(tmp_path, baseline)
+
+
+def test_models_are_compared_as_precisions_are(tmp_path, capsys):
+    """Two files of one model under two names: the same numbers, with their names in place of precisions."""
+    base, other = [1, 0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 1]
+    for output, name in (("as-models", "b"), ("as-precisions", "a")):
+        write_accuracies(tmp_path / output / "runs" / "s", "fp16", base, model="a", origin="a.gguf")
+        write_accuracies(tmp_path / output / "runs" / "s", "fp16" if name == "b" else "4bit", other, model=name)
+    command = ["compare", "--suite", "s", "--json", "-o"]
+    assert cli.main([*command, str(tmp_path / "as-models")]) == 2
+    assert "compare models with --baseline a, or run the same" in capsys.readouterr().err
+    flips = ["--baseline", "flexgen/a", "--flips", str(tmp_path / "flips.jsonl")]
+    assert cli.main([*command, str(tmp_path / "as-models"), *flips]) == 0
+    by_model = json.loads(capsys.readouterr().out)
+    assert cli.main([*command, str(tmp_path / "as-precisions")]) == 0
+    by_precision = json.loads(capsys.readouterr().out)
+    renamed = json.dumps(by_precision["models"]).replace('"fp16"', '"a"').replace('"4bit"', '"b"')
+    assert by_model["models"] == json.loads(renamed)
+    found = [json.loads(line) for line in (tmp_path / "flips.jsonl").read_text().splitlines()]
+    assert {(flip["precision"], flip["direction"]) for flip in found} == {("b", "lost"), ("b", "won")}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])

@@ -274,6 +274,29 @@ def test_an_engine_that_cannot_be_loaded_fails_its_block_only(bench: Bench) -> N
     assert bench.service.respond(MODEL, keyed("a")).result.completions
 
 
+def test_a_thread_that_cannot_start_is_tried_again(bench: Bench) -> None:
+    before = threading.stack_size(1 << 47)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            bench.service.submit(MODEL, [keyed("a")])
+    finally:
+        threading.stack_size(before)
+    assert bench.service.respond(MODEL, keyed("b")).result.completions
+
+
+def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(block: object, error: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    monkeypatch.setattr(bench.service, "_fail", fail)
+    bench.broken = True
+    block = bench.service.submit(MODEL, [keyed("a")])
+    for wait in (block.wait, partial(bench.service.wait_for_imports, [block])):
+        with pytest.raises(RuntimeError, match="the engine's thread has ended"):
+            wait()
+
+
 def test_last_run_is_there_with_the_last_result(bench: Bench) -> None:
     for i in range(20):
         bench.service.respond(MODEL, keyed(str(i)))
