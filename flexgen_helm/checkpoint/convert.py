@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG, INDEX, SINGLE, SMALL_FILES, read_config, require_space
@@ -31,7 +30,7 @@ from flexgen_helm.checkpoint.manifest import (
     is_conversion,
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.checkpoint.pickles import (
     DTYPES,
     PlannedTensor,
@@ -44,6 +43,7 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.files import existing_folder, sync_folder, write_synced
+from flexgen_helm.locks import InUseError
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
@@ -139,13 +139,11 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Let one process at a time write a folder; raises `UsageError` in the second."""
-    locks = state_dir() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:16]
     try:
-        with FileLock(locks / f"convert-{key}.lock", timeout=0):
+        with state_lock(f"locks/convert-{key}.lock", timeout=0):
             yield
-    except Timeout:
+    except InUseError:
         raise UsageError(f"another process is converting into {target}; wait until it is done") from None
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from flexgen_helm.files import read_object, replace_text
+from flexgen_helm.locks import InUseError, locked
 
 
 def state_dir() -> Path:
@@ -27,20 +28,14 @@ def data_dir() -> Path | None:
 
 
 @contextmanager
-def state_lock(name: str, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock of the state folder; hold none where the folder cannot be written, or its disk has no locks.
-
-    timeout: seconds after which `filelock.Timeout` is raised; -1 waits.
-    """
-    with ExitStack() as stack:
+def state_lock(name: str, timeout: float = math.inf) -> Iterator[None]:
+    """Hold a lock of the state folder, as `locked` does; hold none where no file can be made in the folder."""
+    with ExitStack() as held:
         try:
-            file = state_dir() / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(file, timeout=timeout))
-        except Timeout:
-            raise
-        except (OSError, NotImplementedError):
-            pass
+            held.enter_context(locked(state_dir() / name, timeout))
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
+                raise
         yield
 
 
@@ -56,9 +51,9 @@ def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:
     """
     file = state_dir() / name
     try:
-        with state_lock(f"{name}.lock"):
+        with locked(file.with_name(f"{name}.lock"), timeout=10):
             content = read_state(name)
             change(content)
             replace_text(file, json.dumps(content, indent=1, sort_keys=True))
-    except OSError:
+    except (OSError, InUseError):
         pass

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from filelock import Timeout
 
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.cli.console import say
@@ -33,6 +32,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import existing_folder, read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.locks import InUseError
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
@@ -118,7 +118,7 @@ def _only_writer(suite: Path) -> Iterator[None]:
     try:
         with state_lock(f"locks/suite-{digest}.lock", timeout=0):
             yield
-    except Timeout as error:
+    except InUseError as error:
         raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error
 
 
