@@ -15,6 +15,7 @@ from filelock import SoftFileLock, Timeout
 
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.files import naming
 from flexgen_helm.progress import Message, report
 
 # Seconds between two tries, and after which a wait is told.
@@ -37,7 +38,7 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
     """
     began, is_told = time.monotonic(), False
     with ExitStack() as held:
-        try:
+        with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             while not _take(path, held):
                 waited = time.monotonic() - began
@@ -48,8 +49,6 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
                     report(Message(f"waiting for {path}, which {_holder(path)} has locked"))
                 stop_point()
                 time.sleep(_POLL_S)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
         yield
 
 

@@ -42,7 +42,7 @@ from flexgen_helm.checkpoint.pickles import (
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.files import existing_folder, sync_folder, write_synced
+from flexgen_helm.files import existing_folder, naming, sync_folder, write_synced
 from flexgen_helm.locks import InUseError
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
@@ -97,20 +97,20 @@ def convert(
     source = _find_source(resolved, out)
     target = source.target
     partial = target.parent / f".{target.name}.partial"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
-            if existing := _existing_conversion(source):
-                report(Message(f"{source.origin} has been converted already"))
-                return existing
-            try:
+    with _locked(target):
+        if existing := _existing_conversion(source):
+            report(Message(f"{source.origin} has been converted already"))
+            return existing
+        try:
+            with naming(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
                 _write(partial, source, shard_bytes)
                 _put_in_place(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     if resolved.kind == "hub":
         num_bytes = sum(file.stat().st_size for file in source.files)
         report(Message(f"the pickled files ({size(num_bytes)}) stay in the hub's cache; `hf cache rm` frees them"))

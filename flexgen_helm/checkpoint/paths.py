@@ -1,4 +1,4 @@
-"""Folders of state and data, named by the environment, and small JSON files in the state folder."""
+"""Folders of state and data, what names them, and small JSON files in the state folder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import errno
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.locks import InUseError, locked
 
@@ -25,6 +27,34 @@ def data_dir() -> Path | None:
     """Folder of scenario data that is used before the hub (`FLEXGEN_HELM_DATA`), or None if the variable is unset."""
     named = os.environ.get("FLEXGEN_HELM_DATA")
     return Path(named).expanduser() if named else None
+
+
+# Folders that this command was given, by option; commands and engines add theirs.
+GIVEN_FOLDERS: dict[str, Path] = {}
+_REMEDIES = {
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENOMEM: "free some memory",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+}
+
+
+def explain(error: BaseException) -> str:
+    """Return an error as a sentence; if a system call failed, it says on which file, and what helps."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    text = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"
+    if not isinstance(cause, OSError) or not cause.filename or isinstance(cause, FileNotFoundError):
+        return text
+    if cause is error:
+        text = f"{cause.filename} cannot be used: {cause.strerror}"
+    remedies = [_REMEDIES.get(cause.errno or 0, "")]
+    path = Path(str(cause.filename)).absolute()
+    folders = {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir(), "TMPDIR": Path(tempfile.gettempdir())}
+    name = next((name for name, folder in folders.items() if path.is_relative_to(folder.absolute())), None)
+    if name and cause.errno not in (errno.EMFILE, errno.ENOMEM):
+        remedies.append(f"name another folder {'with' if name.startswith('-') else 'in'} {name}")
+    remedy = ", or ".join(filter(None, remedies))
+    return f"{text}; {remedy}" if remedy and (not name or name not in text) else text
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
@@ -86,7 +86,8 @@ def run_and_show(
         say(hint)
     _check_memory(given, engine)
     output = Path(given.output_path or DEFAULT_OUTPUT)
-    for folder, flag in ((output, "-o"), (Path(given.local_path or "prod_env"), "--local-path")):
+    for flag, folder in (("-o", output), ("--local-path", Path(given.local_path or "prod_env"))):
+        GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores

@@ -367,4 +367,5 @@ def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
             f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed for {path.name}; free "
             "some, or name another directory with --offload-dir"
         )
+    error.filename = str(path)
     return OffloadError(f"{path} cannot be used: {error.strerror}")
