@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-import tempfile
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,30 +31,22 @@ def data_dir() -> Path | None:
 
 # Folders that this command was given, by option; commands and engines add theirs.
 GIVEN_FOLDERS: dict[str, Path] = {}
-_REMEDIES = {
-    errno.EMFILE: "allow more open files (ulimit -n)",
-    errno.ENOMEM: "free some memory",
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room",
-}
+_REMEDIES = {errno.EMFILE: "allow more open files (ulimit -n)", errno.ENOMEM: "free some memory", errno.ENOENT: ""}
 
 
 def explain(error: BaseException) -> str:
     """Return an error as a sentence; if a system call failed, it says on which file, and what helps."""
     cause = error if isinstance(error, OSError) else error.__cause__
     text = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"
-    if not isinstance(cause, OSError) or not cause.filename or isinstance(cause, FileNotFoundError):
+    text = re.sub(r"\[Errno \d+\] ", "", text)
+    if not isinstance(cause, OSError) or not cause.filename:
         return text
     if cause is error:
         text = f"{cause.filename} cannot be used: {cause.strerror}"
-    remedies = [_REMEDIES.get(cause.errno or 0, "")]
-    path = Path(str(cause.filename)).absolute()
-    folders = {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir(), "TMPDIR": Path(tempfile.gettempdir())}
-    name = next((name for name, folder in folders.items() if path.is_relative_to(folder.absolute())), None)
-    if name and cause.errno not in (errno.EMFILE, errno.ENOMEM):
-        remedies.append(f"name another folder {'with' if name.startswith('-') else 'in'} {name}")
-    remedy = ", or ".join(filter(None, remedies))
-    return f"{text}; {remedy}" if remedy and (not name or name not in text) else text
+    path, folders = Path(str(cause.filename)).absolute(), {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
+    names = [f" {name}" for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
+    remedy = _REMEDIES.get(cause.errno or 0, f"name another folder with{names[0]}" if names else "")
+    return text if not remedy or any(name in text for name in names) else f"{text}; {remedy}"
 
 
 @contextmanager

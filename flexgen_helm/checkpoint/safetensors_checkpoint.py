@@ -147,8 +147,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         # The library's parser judges the header: lengths, overlaps, the end of the data.
         with safe_open(path, framework="pt"):
             pass
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (OSError, MemoryError):  # the library says of all that the file is missing
+        raise CheckpointError(f"{path} cannot be opened; free memory, or allow more files (ulimit -n)") from None
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
     length = int.from_bytes(file.read(0, 8, "header length"), "little")

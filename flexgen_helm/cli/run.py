@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import locale
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -30,13 +28,13 @@ from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import existing_folder, read_object, require_writable
+from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
 from flexgen_helm.locks import InUseError
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
-from flexgen_helm.units import count, duration, size
+from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
@@ -102,9 +100,6 @@ def run_and_show(
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
-    if any(os.strerror(errno.ENOSPC) in sentence for sentence in outcome.sentences):
-        free = [f"{size(shutil.disk_usage(existing_folder(path)).free)} in {path}" for path in (output, state_dir())]
-        say(f"Free are {free[0]} (-o), and {free[1]} (FLEXGEN_HELM_HOME): make room, or name another folder.")
     if outcome.exit_code == 130:
         # Without the cache only whole runs are kept.
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
