@@ -6,6 +6,8 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +40,32 @@ def require_writable(path: Path, name: str, remedy: str = "") -> None:
         raise UsageError(f"{name} {path} cannot be written: {error.strerror}{remedy and f'; {remedy}'}") from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the system name a file: those of open files name none, and those of temporary ones another."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by UTF-8 text in one step: nobody, not even after a crash, sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        write_synced(temporary, text.encode())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with naming(path):
+            write_synced(temporary, text.encode())
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -58,8 +73,9 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

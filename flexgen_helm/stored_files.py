@@ -18,18 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from filelock import FileLock
 
 from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.locks import InUseError, locked
 
 Kind = Literal["answers", "conversion", "model", "offloaded weights", "rest of a dead run", "rest of a dead conversion"]
-
-
-class InUseError(FlexgenError):
-    """A stored folder or file is used by a process, so it is not removed; the message names it.
-
-    Next: Start `flexgen-helm clean` again when that process has ended.
-    """
 
 
 @dataclass(frozen=True)
@@ -145,12 +138,11 @@ def _lock(stack: ExitStack, path: Path, kind: Kind, home: Path, creates: bool = 
     try:
         for lock in locks.get(kind, ()):
             if creates or lock.exists():
-                lock.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(lock, timeout=0))
+                stack.enter_context(locked(lock, timeout=0))
         if kind == "answers":
             connection = stack.enter_context(closing(sqlite3.connect(path, timeout=0, isolation_level=None)))
             connection.execute("BEGIN EXCLUSIVE")
-    except OSError:  # filelock's `Timeout`, too
+    except (OSError, InUseError):
         return False
     except sqlite3.DatabaseError as error:  # a file that is no database is nobody's
         return "locked" not in str(error)

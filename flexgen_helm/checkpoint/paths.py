@@ -1,17 +1,20 @@
-"""Folders of state and data, named by the environment, and small JSON files in the state folder."""
+"""Folders of state and data, what names them, and small JSON files in the state folder."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
+from flexgen_helm.locks import InUseError, locked
 
 
 def state_dir() -> Path:
@@ -26,21 +29,35 @@ def data_dir() -> Path | None:
     return Path(named).expanduser() if named else None
 
 
-@contextmanager
-def state_lock(name: str, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock of the state folder; hold none where the folder cannot be written, or its disk has no locks.
+# Folders that this command was given, by option; commands and engines add theirs.
+GIVEN_FOLDERS: dict[str, Path] = {}
+_REMEDIES = {errno.EMFILE: "allow more open files (ulimit -n)", errno.ENOMEM: "free some memory", errno.ENOENT: ""}
 
-    timeout: seconds after which `filelock.Timeout` is raised; -1 waits.
-    """
-    with ExitStack() as stack:
+
+def explain(error: BaseException) -> str:
+    """Return an error as a sentence; if a system call failed, it says on which file, and what helps."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    text = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"
+    text = re.sub(r"\[Errno \d+\] ", "", text)
+    if not isinstance(cause, OSError) or not cause.filename:
+        return text
+    if cause is error:
+        text = f"{cause.filename} cannot be used: {cause.strerror}"
+    path, folders = Path(str(cause.filename)).absolute(), {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
+    names = [f" {name}" for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
+    remedy = _REMEDIES.get(cause.errno or 0, f"name another folder with{names[0]}" if names else "")
+    return text if not remedy or any(name in text for name in names) else f"{text}; {remedy}"
+
+
+@contextmanager
+def state_lock(name: str, timeout: float = math.inf) -> Iterator[None]:
+    """Hold a lock of the state folder, as `locked` does; hold none where no file can be made in the folder."""
+    with ExitStack() as held:
         try:
-            file = state_dir() / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(file, timeout=timeout))
-        except Timeout:
-            raise
-        except (OSError, NotImplementedError):
-            pass
+            held.enter_context(locked(state_dir() / name, timeout))
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
+                raise
         yield
 
 
@@ -56,9 +73,9 @@ def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:
     """
     file = state_dir() / name
     try:
-        with state_lock(f"{name}.lock"):
+        with locked(file.with_name(f"{name}.lock"), timeout=10):
             content = read_state(name)
             change(content)
             replace_text(file, json.dumps(content, indent=1, sort_keys=True))
-    except OSError:
+    except (OSError, InUseError):
         pass

@@ -147,7 +147,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         # The library's parser judges the header: lengths, overlaps, the end of the data.
         with safe_open(path, framework="pt"):
             pass
-    except (SafetensorError, OSError, ValueError) as error:
+    except (OSError, MemoryError):  # the library says of all that the file is missing
+        raise CheckpointError(f"{path} cannot be opened; free memory, or allow more files (ulimit -n)") from None
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
     length = int.from_bytes(file.read(0, 8, "header length"), "little")
     header = json.loads(bytes(file.read(8, length, "header")))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.ranks import rank_of_process
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlexgenError as error:
         if is_debugging:
             traceback.print_exc()
-        say(f"flexgen-helm: {error}")
+        say(f"flexgen-helm: {explain(error)}")
         return error.exit_code
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again at its end
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"flexgen-helm: {error.filename} is too long for the name of a file; give a shorter one")
             return 2
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
-        say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
+        is_known = isinstance(error, OSError) and error.filename
+        say(f"flexgen-helm: {explain(error)}" if is_known else f"flexgen-helm: unexpected {explain(error)}{hint}")
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import platform
 import resource
 import shutil
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from filelock import FileLock
 from packaging.requirements import Requirement
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
@@ -35,11 +35,10 @@ _OTHER_HOME = "name another folder in FLEXGEN_HELM_HOME."
 _SOME_RESULT = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (1,), (None,))
 # Ends with an error if nobody holds the lock of its argument.
 _REQUIRE_LOCKED = """
-import sys
-from filelock import FileLock, Timeout
+import fcntl, sys
 try:
-    FileLock(sys.argv[1]).acquire(timeout=0)
-except Timeout:
+    fcntl.flock(open(sys.argv[1], "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
     sys.exit()
 sys.exit("two processes hold one lock")
 """
@@ -276,11 +275,16 @@ def _response_cache() -> Finding:
 def _locks() -> Finding:
     """In another process, because some disks lock for processes and some for files."""
     home = existing_folder(state_dir())
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=home) as own, FileLock(Path(own) / "lock") as lock:
-        error = _python_subprocess(_REQUIRE_LOCKED, lock.lock_file)
-    if error is not None:
-        remedy = f"Run one command at a time, or {_OTHER_HOME}"
-        return Finding("failed", f"locks in {home} do not hold among processes: {error}", remedy)
+    remedy = f"Run one command at a time, or {_OTHER_HOME}"
+    with tempfile.NamedTemporaryFile(prefix="doctor-", dir=home) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            kind = _file_system(home) or "unknown"
+            return Finding("failed", f"the file system of {home} ({kind}) has no locks: {error.strerror}", remedy)
+        failure = _python_subprocess(_REQUIRE_LOCKED, file.name)
+    if failure is not None:
+        return Finding("failed", f"locks in {home} do not hold among processes: {failure}", remedy)
     return Finding("ok", f"processes wait for each other in {home}")
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import locale
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -19,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from filelock import Timeout
 
-from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
@@ -31,12 +28,13 @@ from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import existing_folder, read_object, require_writable
+from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.locks import InUseError
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
-from flexgen_helm.units import count, duration, size
+from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
@@ -88,6 +86,7 @@ def run_and_show(
     output = Path(given.output_path or DEFAULT_OUTPUT)
     suite, entries = output / "runs" / (given.suite or "default"), Path(given.local_path or "prod_env")
     for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
+        GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
@@ -102,9 +101,6 @@ def run_and_show(
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
-    if any(os.strerror(errno.ENOSPC) in sentence for sentence in outcome.sentences):
-        free = [f"{size(shutil.disk_usage(existing_folder(path)).free)} in {path}" for path in (output, state_dir())]
-        say(f"Free are {free[0]} (-o), and {free[1]} (FLEXGEN_HELM_HOME): make room, or name another folder.")
     if outcome.exit_code == 130:
         # Without the cache only whole runs are kept.
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
@@ -119,7 +115,7 @@ def _only_writer(suite: Path) -> Iterator[None]:
     try:
         with state_lock(f"locks/suite-{digest}.lock", timeout=0):
             yield
-    except Timeout as error:
+    except InUseError as error:
         raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error
 
 

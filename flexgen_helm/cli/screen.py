@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -238,12 +238,21 @@ def _phase_of(activity: ProgressPhase | Progress | None) -> tuple[str, str]:
     return (activity.name, activity.detail) if isinstance(activity, ProgressPhase) else ("", "")
 
 
+class _Log(io.FileIO):
+    """Loses what cannot be written, which costs no results."""
+
+    def write(self, content: Any) -> int:
+        with suppress(OSError):
+            return super().write(content)
+        return len(content)
+
+
 @contextmanager
 def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
     """Let stdout and stderr of this process, and of its children, lead to a file; yield streams to where they led."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
-        file = resources.enter_context(log.open("a", encoding="utf-8", errors="replace", buffering=1))
+        file = resources.enter_context(io.TextIOWrapper(_Log(log, "a"), "utf-8", "replace", line_buffering=True))
         streams = [
             resources.enter_context(_descriptor_redirected(stream, number, file.fileno()))
             for stream, number in ((sys.stdout, 1), (sys.stderr, 2))

@@ -18,7 +18,7 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import (
@@ -513,7 +513,7 @@ def _offload_folder(options: EngineConfig) -> Path:
     """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be written."""
     if options.offload_dir is None:
         return state_dir() / "offload"
-    folder = Path(options.offload_dir)
+    folder = GIVEN_FOLDERS["--offload-dir"] = Path(options.offload_dir)
     require_writable(folder, "offload_dir")
     return folder
 

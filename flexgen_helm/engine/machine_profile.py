@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
 
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.engine.profiler import measure
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, replace_text
@@ -62,7 +61,7 @@ def measured_profile(*, folder: Path | None = None, fresh: bool = False) -> Hard
     if not fresh and (saved := _usable(folder)) is not None:
         return saved
     # One process at a time: two that measure at once would each find half a machine.
-    with FileLock(state_dir() / "profile.lock"):
+    with state_lock("profile.lock"):
         return (None if fresh else _usable(folder)) or _measured_now(folder)
 
 

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import read_state, state_dir, update_state
+from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.opening import OpenedModel
@@ -128,19 +127,10 @@ def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unver
 @contextmanager
 def alone() -> Iterator[None]:
     """Let other processes with the same home wait; in a home that cannot be written, each proves for itself."""
-    lock = FileLock(state_dir() / f"{_PROOFS}.running")
-    try:
-        state_dir().mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError:
-        yield
-        return
-    try:
+    with state_lock(f"{_PROOFS}.running"):
         for left in state_dir().glob(f"{_SCRATCH}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        lock.release()
 
 
 def is_proved(key: ProofKey) -> bool:

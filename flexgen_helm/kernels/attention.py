@@ -224,7 +224,11 @@ def _is_right(compiled: ModuleType) -> bool:
     prompts = TokenGroup(0, counts[0], (0,)), TokenGroup(counts[0], counts[1], ())
     positions = [*range(before, before + counts[0]), *range(counts[1])]
     segments = SegmentTable.of(prompts, positions, [(before, 0)]).at([prefix], (k, v))
-    ways: list[Any] = [(None, None, None), ((50, False), 2.0, None), ((50, True), None, torch.rand(4, generator=draw))]
+    ways: list[tuple[Any, Any, Any]] = [
+        (None, None, None),
+        ((50, False), 2.0, None),
+        ((50, True), None, torch.rand(4, generator=draw)),
+    ]
     for way in ways:
         found = attend_segments(q, segments, 0.3, *way, None, compiled)
         for prompt in prompts:

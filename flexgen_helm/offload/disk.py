@@ -19,18 +19,18 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import replace_text
+from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.rate_limit import DiskRates
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.units import exact_size
@@ -162,11 +162,9 @@ class OffloadDirectory:
         self.folder, self._rates = folder, rates
         _raise_file_limit()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock"):
+            with locked(folder / ".lock", timeout=600):
                 self._delete_dead_runs()
-                self._lock = self._lock_new_run()
-                self.run = Path(self._lock.lock_file).with_suffix("")
+                self.run, self._held = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
             raise OffloadError(
@@ -188,26 +186,23 @@ class OffloadDirectory:
     def close(self) -> None:
         """Delete the files of this run."""
         shutil.rmtree(self.run, ignore_errors=True)
-        self._lock.release()
+        self._held.close()
         self.run.with_suffix(".lock").unlink(missing_ok=True)
 
-    def _lock_new_run(self) -> BaseFileLock:
+    def _lock_new_run(self) -> tuple[Path, ExitStack]:
         """Lock a name that no process uses: processes of two containers can have the same pid."""
         while True:
-            # Not thread-local: any thread may close the engine.
-            lock = FileLock(self.folder / f"run-{os.getpid()}-{next(_serials)}.lock", thread_local=False)
-            with suppress(Timeout):
-                lock.acquire(timeout=0)
-                return lock
+            run, held = self.folder / f"run-{os.getpid()}-{next(_serials)}", ExitStack()
+            with suppress(InUseError):
+                held.enter_context(locked(run.with_suffix(".lock"), timeout=0))
+                return run, held
 
     def _delete_dead_runs(self) -> None:
         for run in {path.with_suffix("") for path in self.folder.glob("run-*")}:
-            lock = FileLock(run.with_suffix(".lock"))
-            with suppress(Timeout):  # a live process holds the lock
-                lock.acquire(timeout=0)
+            lock = run.with_suffix(".lock")
+            with suppress(InUseError), locked(lock, timeout=0):
                 shutil.rmtree(run, ignore_errors=True)
-                lock.release()
-                run.with_suffix(".lock").unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
 
 
 class WeightFiles:
@@ -226,7 +221,7 @@ class WeightFiles:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OffloadError(f"{folder} cannot be created: {error.strerror}") from error
-        self._lock = FileLock(folder / "manifest.lock")
+        self._lock = folder / "manifest.lock"
 
     def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:
         """Open the file of a matrix; write it first if there is no valid one. Other processes that need it wait.
@@ -236,7 +231,7 @@ class WeightFiles:
         """
         path = self._folder / name
         try:
-            with self._lock:
+            with locked(self._lock):
                 files = self._manifest()["files"]
                 is_known = isinstance(files.get(name), dict) and files[name].get("size") == size
                 if not is_known or not path.is_file() or path.stat().st_size != aligned(size):
@@ -264,7 +259,7 @@ class WeightFiles:
             if name not in self._checked:
                 for _ in tiles:
                     pass
-                with self._lock, path.open("a", encoding="utf-8") as file:
+                with locked(self._lock), path.open("a", encoding="utf-8") as file:
                     file.write(f"\n{name}\n")  # behind what a killed process may have begun
                 self._checked.add(name)
         except OSError as error:
@@ -372,4 +367,5 @@ def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
             f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed for {path.name}; free "
             "some, or name another directory with --offload-dir"
         )
+    error.filename = str(path)
     return OffloadError(f"{path} cannot be used: {error.strerror}")

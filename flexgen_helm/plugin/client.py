@@ -9,7 +9,7 @@ from helm.common.cache import BlackHoleCacheConfig, CacheConfig
 from helm.common.request import EMBEDDING_UNAVAILABLE_REQUEST_RESULT, Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.context import get_context
 
@@ -40,7 +40,5 @@ class FlexgenClient(Client):
             return convert.to_request_result(request, ours, response.result, response.is_cached, encoder)
         except NonRetriableException:
             raise
-        except FlexgenError as error:
-            return convert.failed_result(str(error))
         except Exception as error:  # HELM would retry it for 150 seconds
-            return convert.failed_result(f"{type(error).__name__}: {error}")
+            return convert.failed_result(explain(error))

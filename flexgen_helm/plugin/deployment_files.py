@@ -49,7 +49,7 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     if _merged(path, key, new) is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with state_lock("prod_env.lock"):  # else the entries of a run that starts now could be lost
+    with state_lock("prod_env.lock", timeout=60):  # else the entries of a run that starts now could be lost
         merged = _merged(path, key, new)
         if merged is None:
             return

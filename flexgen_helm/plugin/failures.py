@@ -10,6 +10,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.common.object_spec import get_class_by_name
 
+from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError
 
 _REQUEST = re.compile(r" Request: \w*Request\(")  # HELM's executor appends it to a message, with the whole prompt
@@ -22,8 +23,7 @@ def explain_failure(error: Exception, data: Path | None) -> str:
 
     data: the folder that the scenario's data belongs into; None if the run has its results and a metric failed.
     """
-    message = _REQUEST.split(str(error).strip())[0].partition("\n")[0]
-    cause = f"{type(error).__name__}: {message}"
+    cause = _REQUEST.split(explain(error).strip())[0].partition("\n")[0]
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
         return (

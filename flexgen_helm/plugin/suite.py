@@ -28,6 +28,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
 from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.command import HelmCommand
@@ -101,10 +102,10 @@ def run_suite(
         except (KeyboardInterrupt, Interrupted):
             exit_code, sentences = 130, [_interrupted(suite.num_answers, uses_cache)]
         except FlexgenError as error:
-            exit_code, sentences = error.exit_code, [str(error)]
+            exit_code, sentences = error.exit_code, [explain(error)]
         except Exception as error:
             exit_code = suite.exit_code()
-            sentences = suite.explanations() or [f"{type(error).__name__}: {error}"]
+            sentences = suite.explanations() or [explain(error)]
         finally:
             context.command, context.engine_options = HelmCommand(), {}
             context.exit_code = exit_code

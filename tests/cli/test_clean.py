@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from flexgen_helm import cli, stored_files
 from flexgen_helm.checkpoint import convert
+from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
@@ -189,6 +189,6 @@ def test_a_run_that_starts_meanwhile_waits(home: Path) -> None:
     """While weights are removed no engine can open the directory, and the next one finds it as it expects."""
     with ExitStack() as stack:
         assert stored_files._lock(stack, home / WEIGHTS, "offloaded weights", home, creates=True)
-        with pytest.raises(TimeoutError):
-            FileLock(home / "offload" / ".lock", timeout=0.05).acquire()
+        with pytest.raises(InUseError), locked(home / "offload" / ".lock", timeout=0.05):
+            pass
     OffloadDirectory(home / "offload").close()

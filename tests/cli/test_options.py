@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -24,7 +23,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.units import size_argument, spelled_duration
 from tests.helpers.flags import options_of, record_suites
-from tests.helpers.small_disks import read_only, small_disk
+from tests.helpers.small_disks import read_only
 
 COMMANDS = [
     "",
@@ -261,17 +260,6 @@ def test_folders_that_cannot_be_written_are_named_before_helm_is_imported(tmp_pa
             assert f"{named} cannot be written: Read-only file system; name another folder" in capsys.readouterr().err
         assert cli.main([*words, "-o", str(tmp_path), "--local-path", str(tmp_path / "env")]) == 0 and len(calls) == 1
         os.chdir(tmp_path)
-
-
-def test_a_full_disk_is_told_with_the_folders(tmp_path, monkeypatch, capsys):
-    from flexgen_helm.plugin import suite
-
-    outcome = suite.SuiteOutcome(1, ["gsm: OSError: [Errno 28] No space left on device"])
-    monkeypatch.setattr(suite, "run_suite", lambda *arguments: outcome)
-    with small_disk(tmp_path / "out", 64 << 10) as out:
-        assert cli.main(["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "-o", str(out)]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(rf"Free are 6\d KiB in {out} \(-o\), and .* \(FLEXGEN_HELM_HOME\): make room, or name", last)
 
 
 def test_arguments_of_lm_eval_are_given_once(capsys):

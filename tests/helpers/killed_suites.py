@@ -10,6 +10,8 @@ The model is given as pickled weights, so that a run begins with a conversion.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -26,6 +28,7 @@ from typing import Any
 from tests.helpers.paths import ROOT
 
 ENTRIES = ["simple_mcqa:model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
+DEADLINE_S = 90  # after which a process says where it is, and ends
 MAX_PENDING = 3  # answers of a transaction: a suite of twenty has several
 
 
@@ -43,6 +46,8 @@ class Order:
     converts: whether the command `convert` comes first.
     options: further flags of the suite.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
+    fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c; None leaves calls
+        as they are. Those of the suite's folders are in the file `calls` if the process was given `library`.
     """
 
     place: str
@@ -55,6 +60,7 @@ class Order:
     converts: bool = True
     options: list[str] = field(default_factory=list)
     unguarded: bool = False
+    fault: tuple[str, int, int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,13 @@ class Outcome:
 
 
 class Suites:
-    """The forking process, and orders to it. A context manager."""
+    """The forking process, and orders to it. A context manager. library: of failing_calls.c, compiled."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, library: Path | None = None) -> None:
         self.folder, self.model = folder, model
         variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop",
                      "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+        variables |= {"LD_PRELOAD": str(library)} if library else {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.killed_suites"], env={**os.environ, **variables}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(folder / "server").open("w"), cwd=ROOT,
@@ -131,7 +138,7 @@ def _serve() -> None:
 
 def _run(order: Order) -> Outcome:
     place = Path(order.place)
-    for name in ("steps", "computed", "output", "signalled"):
+    for name in ("steps", "computed", "output", "signalled", "calls"):
         (place / name).unlink(missing_ok=True)
     child = os.fork()
     if not child:
@@ -165,6 +172,11 @@ def _be_suite(order: Order, place: Path) -> None:
         os.environ.update(FLEXGEN_HELM_HOME=str(place / "home"), FLEXGEN_HELM_MODELS=str(place / "models.yaml"))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _install_steps(order, place)
+        faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+        if "failing_calls" in os.environ.get("LD_PRELOAD", ""):
+            call, *fault = order.fault or ("", 0, 0, False)
+            texts = [str(place), "home,benchmark_output,prod_env", str(place / "calls"), call]
+            ctypes.CDLL(None).arm(*(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:])
         _set_limits(order)
         from flexgen_helm import cli
 
