@@ -22,7 +22,6 @@ from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import (
-    device_name,
     dtype_reason,
     gpu_capacity,
     require_room,
@@ -33,7 +32,6 @@ from flexgen_helm.engine.device_trial import require_trial
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.engine.layer_division import RankDevice, divide_among_ranks
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
@@ -64,6 +62,7 @@ from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Span
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.layers import divide_layers
 from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
@@ -460,8 +459,7 @@ class Engine:
         machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
-        own = RankDevice(profile.name or device_name(model.device), (capacities["gpu"], capacities["cpu"]))
-        ranges = divide_among_ranks(self.config, options.pipeline_layers, exchange, planner, own)
+        ranges = divide_layers(self.config, exchange.rank.size, options.pipeline_layers)
         part = self.config.part(ranges[exchange.rank.number])
         planner.take_layers(part)
         return planner, part

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.layers import seconds_by_layers
 from flexgen_helm.planner.learning import corrected, corrections
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.machine import Machine
@@ -70,12 +69,6 @@ class Planner:
     def take_layers(self, part: ModelConfig) -> None:
         """Plan for a rank of a pipeline that has these of the model's layers, from now on."""
         self._part, self._stages = part, self._config.num_layers / part.num_layers
-
-    def seconds_by_layers(self, rank: int, num_ranks: int) -> list[float]:
-        """Predict a decode step with 1, 2, … layers on this rank; empty without a profile."""
-        if self._rates() is None:
-            return []
-        return seconds_by_layers(self._problem(TYPICAL_WORKLOAD, endless=True), rank, num_ranks, self._choices.policy)
 
     def place(self, name: str) -> Placement:
         """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a search finds them.

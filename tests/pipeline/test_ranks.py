@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.hardware.profile import Curve, load_profile
 from tests.helpers.backend_models import requests, saved
 from tests.helpers.offload import MIB, workload
 from tests.helpers.parity import assert_same, prompts
@@ -116,24 +114,6 @@ def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
         for variant, own in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[4]))
     ]
     assert compared(tmp_path, 4, cases)[0]["pipeline"]["lanes"] == 4
-
-
-@pytest.mark.slow
-def test_a_slower_machine_gets_fewer_layers(tmp_path, model):
-    """The second rank's profile says a quarter of the rates of the first one's; answers are those of one process."""
-    fast = load_profile("laptop")
-    cpu = fast.cpu
-    curves = {dtype: Curve(tuple((rows, rate / 4) for rows, rate in c.points)) for dtype, c in cpu.matmul_flops.items()}
-    rates = {name: getattr(cpu, name) / 4 for name in ("memory_bytes_s", "attention_flops", "attention_bytes_s")}
-    slow = replace(fast, cpu=replace(cpu, matmul_flops=curves, step_s=4 * cpu.step_s, **rates))
-    files = [tmp_path / "fast.json", tmp_path / "slow.json"]
-    for file, profile in zip(files, (fast, slow)):
-        file.write_text(json.dumps(profile.to_json()))
-    case = Case(model("llama"), {}, workload(count=8))
-    (outcome,) = run_ranks(tmp_path, 2, Job([case], hardware=[*map(str, files)])).outcomes
-    with Engine.from_pretrained(case.model) as engine:
-        assert_same(outcome.results, engine.run(case.requests))
-    assert [rank["layers"] for rank in outcome.record["pipeline"]["ranks"]] == [[0, 4], [4, 5]]
 
 
 def test_a_lost_rank_ends_all_with_one_sentence(tmp_path, model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -13,13 +12,10 @@ from hypothesis import strategies as st
 from flexgen_helm import GenerationRequest
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
-from flexgen_helm.planner.layers import divide_by_speed, divide_layers, seconds_by_layers
-from flexgen_helm.planner.plan import planning_problem
+from flexgen_helm.planner.layers import divide_layers
 from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.scheduling.lanes import common_limits, divide, into_lanes
 from flexgen_helm.scheduling.sequence import Request
 
@@ -75,48 +71,6 @@ def test_no_other_division_has_a_smaller_largest_share(layers, num_ranks):
         return max(last + head, math.ceil((layers - last) / (num_ranks - 1)))
 
     assert max(*counts[:-1], counts[-1] + head) <= min(map(largest, range(1, layers - num_ranks + 2))) + 1e-9
-
-
-ascending = st.lists(st.floats(0.01, 10), min_size=4, max_size=4).map(sorted)
-
-
-@given(st.lists(st.tuples(ascending, st.integers(0, 4)), min_size=2, max_size=3))
-def test_no_other_division_of_unequal_devices_has_a_faster_slowest_rank(ranks):
-    """Against all divisions; a rank has room for some layers only."""
-    seconds = [[own if n < room else math.inf for n, own in enumerate(times)] for times, room in ranks]
-    num_layers = len(seconds[0]) + len(seconds) - 1
-    all_counts = [
-        counts for counts in product(range(1, 5), repeat=len(seconds)) if sum(counts) == num_layers
-    ]  # fmt: skip
-    best = min(max(rank[count - 1] for rank, count in zip(seconds, counts)) for counts in all_counts)
-    divided = divide_by_speed(seconds)
-    if best == math.inf:
-        assert divided is None
-        return
-    assert divided is not None and [layer for part in divided for layer in part] == list(range(num_layers))
-    assert max(rank[len(part) - 1] for rank, part in zip(seconds, divided)) == best
-
-
-def test_a_faster_or_larger_device_gets_more_layers():
-    """OPT-30B on two T4s, of which one has half the rates, or a quarter of the memory."""
-    t4 = load_profile("t4")
-    assert t4.gpu is not None
-
-    def layers(*gpus):
-        seconds = []
-        for rank, gpu in enumerate(gpus):
-            hardware = replace(t4, gpu=gpu)
-            problem = planning_problem(config_of("opt-30b"), hardware, Workload.uniform(512, 32, 1), endless=True)
-            seconds.append(seconds_by_layers(problem, rank, len(gpus), None))
-        divided = divide_by_speed(seconds)
-        assert divided is not None
-        return [len(part) for part in divided]
-
-    half = replace(t4.gpu, memory_bytes_s=t4.gpu.memory_bytes_s / 2, step_s=2 * t4.gpu.step_s)
-    small = replace(t4.gpu, memory_bytes=t4.gpu.memory_bytes // 4)
-    equal, with_half, with_small = layers(t4.gpu, t4.gpu), layers(t4.gpu, half), layers(t4.gpu, small)
-    assert abs(equal[0] - equal[1]) <= 2
-    assert with_small[0] > equal[0] and with_half[0] >= equal[0], (equal, with_half, with_small)
 
 
 def test_layers_are_divided_as_the_user_says():
