@@ -65,9 +65,7 @@ def compare(
     ] = None,
     choose: Annotated[
         bool,
-        typer.Option(
-            "--choose", help="Say which precision to take: the cheapest equivalent one, confirmed on other instances."
-        ),
+        typer.Option("--choose", help="Say which precision to take: the cheapest equivalent one."),
     ] = False,
     by: Annotated[
         Literal["time", "memory"],

@@ -129,16 +129,15 @@ def verdict_tables(comparisons: Iterable[Comparison], baseline: str) -> list[Tab
 
 
 def choice_table(choice: Choice) -> Table:
-    """Return a row per candidate, the cheapest first; halves that were not needed are empty."""
-    own = choice.candidates
+    """Return a row per candidate, the cheapest first."""
+    candidates = choice.candidates
     cells = {
-        "precision": [each.precision for each in own],
+        "precision": [one.precision for one in candidates],
         "s per 1,000 tokens": [
-            "" if each.seconds_per_token is None else f"{1000 * each.seconds_per_token:.4g}" for each in own
+            "" if one.seconds_per_token is None else f"{1000 * one.seconds_per_token:.4g}" for one in candidates
         ],
-        "bytes per weight": [f"{each.weight_bytes:.3g}" for each in own],
-        "half that chooses": [each.first.text if each.first else "" for each in own],
-        "half that confirms": [each.second.text if each.second else "" for each in own],
+        "bytes per weight": [f"{one.weight_bytes:.3g}" for one in candidates],
+        "verdict": [one.verdict for one in candidates],
     }
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
 

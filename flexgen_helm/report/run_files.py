@@ -25,28 +25,15 @@ _INSTANCE, _REQUEST = b'"instance": {', b'"request": {'
 def read_instances(folder: Path) -> dict[str, str]:
     """Return id -> digest of text and references, for each instance of a run without a perturbation.
 
-    A digest begins with that of the text alone, which says the half of `--choose`: the same question with other
-    references is in the same one. Empty if HELM's file is missing or damaged. The answers, most of that file, are
-    not parsed.
+    Empty if HELM's file is missing or damaged. The answers, most of that file, are not parsed.
     """
     digests = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         for instance, _ in _requests(folder):
-            references = instance.get("references")
-            # Minimal pairs have no text of their own.
-            asked = instance["input"] if any(instance["input"].values()) else references
-            digests[str(instance["id"])] = _digest(asked) + _digest(references)
+            asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
+            digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
         return digests
     return {}
-
-
-def is_in_second_half(digest: str) -> bool:
-    """Whether an instance confirms instead of choosing; the same on every machine and in every run."""
-    return int(digest[1], 16) % 2 == 1
-
-
-def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[dict[str, Any]]:

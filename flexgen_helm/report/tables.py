@@ -30,7 +30,7 @@ _TRANSFERS = {
     "cpu_to_gpu": "memory to GPU",
     "gpu_to_cpu": "GPU to memory",
 }
-_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "half that chooses", "half that confirms")
+_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Equivalence:
     margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
     p_value: of 'the difference is the margin or more'.
     decision: equivalent, else worse or better by the paired test, else not decided.
-    needed: instances that would decide in 80 % of cases (or another power) if there were no difference; None if it is
+    needed: instances that would decide in 80 % of cases if there were no difference; None if it is
         decided.
     text: the verdict in words.
     """
@@ -92,12 +92,11 @@ def equivalence(
     margin: float = DEFAULT_MARGIN,
     *,
     has_all: bool = False,
-    power: float = 0.8,
 ) -> Equivalence | None:
     """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
 
     baseline, other: [instances] numerators of the metric. weights: [instances] denominators.
-    has_all: the data set has no more instances. power: with which `needed` instances decide.
+    has_all: the data set has no more instances.
     """
     count = len(baseline)
     if count < 2:
@@ -105,12 +104,12 @@ def equivalence(
     if metric.numerator == "logprob":
         change = LossChange(baseline - other, weights)
         log_margin = math.log1p(margin)
-        p_value, needed = change.equivalence_p_value(log_margin), change.documents_needed(log_margin, power)
+        p_value, needed = change.equivalence_p_value(log_margin), change.documents_needed(log_margin)
         loss, unit = change.value, " %"
     elif _are_scores(baseline, other):
         lost, won = rounded(baseline, other)
         p_value = equivalence_p_value(lost, won, count, margin)
-        needed = instances_needed((lost + won + 0.5) / (count + 1), margin, power)
+        needed = instances_needed((lost + won + 0.5) / (count + 1), margin)
         loss, unit = float((baseline - other).sum()), " pp"
     else:
         return None
