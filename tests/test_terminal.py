@@ -17,7 +17,7 @@ ROWS = [
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_table_fits_and_no_word_is_cut(width: int) -> None:
-    drawn = table_text(HEADINGS, ROWS, width, optional=("n",))
+    drawn = table_text(HEADINGS, ROWS, width, ("n",))
     lines = drawn.splitlines()
     assert max(map(len, lines)) <= width
     words = {word for line in lines for word in line.split()}
@@ -30,7 +30,7 @@ def test_a_table_fits_and_no_word_is_cut(width: int) -> None:
 
 def test_columns_that_have_no_room_are_left_out_and_named() -> None:
     assert "No room" not in table_text(HEADINGS, ROWS, 80)
-    narrow = table_text(HEADINGS, ROWS, 60, optional=("n",))
+    narrow = table_text(HEADINGS, ROWS, 60, ("n",))
     assert narrow.endswith("(No room for: n, verdict.)") and "0.5400  -10.00 … +20.00" in narrow
     assert table_text(HEADINGS, ROWS, 40).endswith("  verdict.)"), "the last columns go"
 

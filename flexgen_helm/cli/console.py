@@ -64,7 +64,7 @@ def print_rows(
 ) -> None:
     """Print a table of text on stdout; optional: as of `table_text`; width: None for the terminal's."""
     console = output()
-    console.print(table_text(headings, rows, width or console.width, optional=optional), soft_wrap=True)
+    console.print(table_text(headings, rows, width or console.width, optional), soft_wrap=True)
 
 
 def output() -> Console:

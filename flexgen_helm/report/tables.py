@@ -295,8 +295,8 @@ def markdown(table: Table) -> str:
 
 def text(table: Table, width: int) -> str:
     """Return a table of at most `width` columns."""
-    headings, right, rows = _printed(table)
-    return table_text(headings, rows, width, right, table.optional)
+    headings, _, rows = _printed(table)
+    return table_text(headings, rows, width, table.optional)
 
 
 def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
