@@ -99,11 +99,11 @@ class LossChange:
         at_most = np.searchsorted(pivots, above, "right")
         return float(max(at_least, at_most) + 1) / total
 
-    def documents_needed(self, margin: float, power: float = 0.8) -> int:
-        """Return how many documents show equivalence in about `power` of the cases if the losses do not differ."""
+    def documents_needed(self, margin: float) -> int:
+        """Return how many documents show equivalence in about 80 % of the cases if the losses do not differ."""
         from scipy.special import ndtri
 
-        quantiles = float(ndtri(0.95) + ndtri((1 + power) / 2))
+        quantiles = float(ndtri(0.95) + ndtri(0.9))
         return int(np.ceil(len(self.changes) * (quantiles * self.standard_error / margin) ** 2)) + 2
 
 

@@ -108,18 +108,16 @@ def _largest(num_won: Any, observed: float, count: int, margin: float) -> Any:
     return low
 
 
-def instances_needed(flips: float, margin: float, power: float = 0.8) -> int:
-    """Return how many instances show equivalence in at least `power` of the cases if the shares do not differ.
+def instances_needed(flips: float, margin: float) -> int:
+    """Return how many instances show equivalence in at least 80 % of the cases if the shares do not differ.
 
     flips: share of instances that are lost or won. From the variance of the difference, flips / n, and the quantiles
     for two one-sided tests at 5 % (Chow, Shao and Wang, Sample Size Calculations, 2008, 4.2). The second term is for
-    the exact test, whose steps matter if a handful of flips is expected: 4 / margin for a power of 80 %, and more for
-    a higher one.
+    the exact test, whose steps matter if a handful of flips is expected.
     """
     from scipy.special import ndtri
 
-    usual, quantiles = (float(ndtri(0.95) + ndtri((1 + share) / 2)) for share in (0.8, power))
-    return math.ceil(flips * (quantiles / margin) ** 2 + 4 / margin * (quantiles / usual) ** 2)
+    return math.ceil(flips * (float(ndtri(0.95) + ndtri(0.9)) / margin) ** 2 + 4 / margin)
 
 
 def rounded(baseline: Vector, other: Vector) -> tuple[int, int]:
