@@ -40,18 +40,11 @@ def print_csv(frame: pandas.DataFrame) -> None:
     print(frame.to_csv(index=False), end="", flush=True)
 
 
-def print_table(
-    frame: pandas.DataFrame,
-    *,
-    title: str | None = None,
-    optional: Sequence[str] = (),
-) -> None:
+def print_table(frame: pandas.DataFrame, *, optional: Sequence[str] = ()) -> None:
     """Print `frame` on stdout as a table for people: numbers to the right, missing values empty.
 
     optional: as of `table_text`
     """
-    if title is not None:
-        output().print(title)
     rows = [list(map(_cell, row.values())) for row in frame.to_dict("records")]
     print_rows([str(name).replace("_", " ") for name in frame], rows, optional)
 
