@@ -162,11 +162,12 @@ def watched(phase: ProgressPhase, folder: Path) -> Iterator[None]:
     finished = threading.Event()
     before = _bytes_in(folder)
 
-    def watch() -> None:
+    def watch() -> None:  # all of it from one thread, which an observer takes for one activity
+        report(phase)
         while not finished.wait(_LOOK_EVERY_S):
             report(replace(phase, done=min(phase.total, max(0, _bytes_in(folder) - before))))
+        report(replace(phase, done=phase.total))
 
-    report(phase)
     watcher = threading.Thread(target=watch, name="watched download", daemon=True)
     watcher.start()
     try:
@@ -174,7 +175,6 @@ def watched(phase: ProgressPhase, folder: Path) -> Iterator[None]:
     finally:
         finished.set()
         watcher.join()
-        report(replace(phase, done=phase.total))
 
 
 def describe(event: Event) -> str:

@@ -136,8 +136,9 @@ def bench(
     elif as_csv:
         print_csv(pandas.DataFrame(rows))
     else:
-        print_table(pandas.DataFrame(rows), title=result["name"])
         console = output()
+        console.print(result["name"])
+        print_table(pandas.DataFrame(rows))
         for key, value in result["ratios"].items():
             console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
         for line in result.get("notes", ()):

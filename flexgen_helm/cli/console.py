@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -41,21 +40,12 @@ def print_csv(frame: pandas.DataFrame) -> None:
     print(frame.to_csv(index=False), end="", flush=True)
 
 
-def print_table(
-    frame: pandas.DataFrame,
-    *,
-    title: str | None = None,
-    formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
-    optional: Sequence[str] = (),
-) -> None:
+def print_table(frame: pandas.DataFrame, *, optional: Sequence[str] = ()) -> None:
     """Print `frame` on stdout as a table for people: numbers to the right, missing values empty.
 
-    formats: column -> function that turns a value into its cell; other floats show five significant digits
     optional: as of `table_text`
     """
-    if title is not None:
-        output().print(title)
-    rows = [[_cell(value, formats.get(str(name))) for name, value in row.items()] for row in frame.to_dict("records")]
+    rows = [list(map(_cell, row.values())) for row in frame.to_dict("records")]
     print_rows([str(name).replace("_", " ") for name in frame], rows, optional)
 
 
@@ -75,11 +65,10 @@ def output() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)
 
 
-def _cell(value: Any, to_cell: Callable[[Any], str] | None) -> str:
+def _cell(value: Any) -> str:
+    """Return a cell's text; floats show five significant digits."""
     if value is None or value != value:  # NaN
         return ""
-    if to_cell is not None:
-        return to_cell(value)
     if not isinstance(value, float):
         return str(value)
     return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -91,8 +90,7 @@ def models(
     if as_csv:
         import pandas
 
-        flat = [{**asdict(row), **_flat("bytes", row.bytes), **_flat("fits", row.fits)} for row in rows]
-        print_csv(pandas.DataFrame(flat).drop(columns=["bytes", "fits"]))
+        print_csv(pandas.json_normalize(list(map(asdict, rows)), sep="_"))
         return
     _print_rows(rows)
     free = f"{size(machine.limits['cpu'])} of memory and {size(machine.limits['disk'])} of disk"
@@ -207,7 +205,3 @@ def say_example(model: str) -> None:
 
     command = f"flexgen-helm run -r simple_mcqa_scored:model={PREFIX}{model} -m 10 --suite try"
     output().print(f"Example:\n{command}", soft_wrap=True)
-
-
-def _flat(key: str, values: Mapping[str, object]) -> dict[str, object]:
-    return {f"{key}_{precision}": values.get(precision) for precision in _PRECISIONS}

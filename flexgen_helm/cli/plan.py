@@ -277,8 +277,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
         console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
     if prediction.feasible:
-        seconds = _seconds_table(made)
-        print_table(seconds, formats=dict.fromkeys(seconds.columns[1:], "{:,.1f}".format))
+        print_table(_seconds_table(made))
     console.print(made.why)
     if prediction.feasible:
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
@@ -343,7 +342,7 @@ def _seconds_table(made: Plan) -> pandas.DataFrame:
     seconds = pandas.DataFrame(prediction.seconds).reindex(list(_COST_LABELS)).fillna(0.0)
     seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
     seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
-    seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)]
+    seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)].map("{:,.1f}".format)
     return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
 
 

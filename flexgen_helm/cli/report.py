@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexgen_helm.checkpoint.names import PREFIX
-from flexgen_helm.cli.console import print_csv, print_json, say, write_file, write_json
+from flexgen_helm.cli.console import output, print_csv, print_json, say, write_file, write_json
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
 from flexgen_helm.errors import UsageError
 
@@ -139,8 +138,7 @@ def print_page(page: Page) -> None:
     """Print a page as text of at most 100 columns."""
     from flexgen_helm.report.pages import TEXT_WIDTH
 
-    columns = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns
-    print(page.to_text(min(columns, TEXT_WIDTH)), end="", flush=True)
+    print(page.to_text(min(output().width, TEXT_WIDTH)), end="", flush=True)
 
 
 def _write_page(page: Page, path: Path) -> None:

@@ -192,9 +192,7 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         flags = ["--suite", str(folder.relative_to(output / "runs"))]
         flags += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
         say(f"More about it:\n  {shlex.join(['flexgen-helm', 'report', *flags])}")
-        by_model: dict[str, list[str]] = {}
-        for run in finished:
-            by_model.setdefault(run.model, []).append(run.precision)
-        if several := [found for found in by_model.values() if len(set(found)) > 1]:
-            flags += [] if "fp16" in several[0] else ["--baseline", several[0][0]]
+        precisions = [run.precision for run in finished]
+        if len({(run.model, run.precision) for run in finished}) > len({run.model for run in finished}):
+            flags += [] if "fp16" in precisions else ["--baseline", precisions[0]]
             say(f"Compare the precisions:\n  {shlex.join(['flexgen-helm', 'compare', *flags])}")

@@ -61,13 +61,13 @@ class Screen:
 
     def __init__(self, log: Path | None = None, precisions: Sequence[str] = ()) -> None:
         self.stdout, self.stderr = sys.stdout, sys.stderr
-        self._log, self._precisions = log, list(precisions)
+        self._log, self._precisions = log, precisions if len(precisions) > 1 else ()
         self._is_terminal = is_terminal(self.stderr)
         self._resources = ExitStack()
         self._began = time.monotonic()
         self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
-        self._plan = ""
+        self._plan = self._number = ""  # number: which of several precisions it is
         self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
@@ -114,10 +114,8 @@ class Screen:
         thread, is_new_stage = threading.get_ident(), False
         with self._lock:
             if isinstance(event, ProgressPhase):
-                if event.total:  # a download is begun by one thread, and watched by another one
-                    phase = (event.name, event.detail)
-                    thread = next((key for key, known in self._activities.items() if _phase_of(known) == phase), thread)
-                is_new_stage = not event.is_finished and _phase_of(self._activities.get(thread))[0] != event.name
+                before = self._activities.get(thread)
+                is_new_stage = not event.is_finished and getattr(before, "name", None) != event.name
                 self._activities[thread] = event
                 if event.name == "metrics":  # of all models
                     self._model = None
@@ -125,7 +123,9 @@ class Screen:
                 self._activities[thread] = event
             elif isinstance(event, ModelInUse):
                 is_new_stage = self._model != event
-                self._model, self._plan = event, self._plan if not is_new_stage else ""
+                self._model, self._plan, self._number = event, "", ""
+                if event.precision in self._precisions:
+                    self._number = f", {self._precisions.index(event.precision) + 1} of {len(self._precisions)}"
             else:
                 self._plan, is_new_stage = event.text, True
         if self._log is not None and is_new_stage and not self._is_terminal:
@@ -186,7 +186,7 @@ class Screen:
 
         title = Text("flexgen-helm", style="bold")
         if self._model is not None:
-            title.append(f"  {self._model.name}  {self._model.precision}{self._number()}", style="cyan")
+            title.append(f"  {self._model.name}  {self._model.precision}{self._number}", style="cyan")
         header = Table.grid(expand=True)
         header.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
         header.add_column(justify="right", no_wrap=True)
@@ -197,19 +197,13 @@ class Screen:
             parts.append(self._row(activity))
             if isinstance(activity, Progress):
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
-                of = f" of {self._model.precision}" if self._model is not None and self._number() else ""
+                of = f" of {self._model.precision}" if self._model and self._number else ""
                 notes += [f"{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}{of}", self._plan]
                 held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")
         parts += [Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2)) for note in notes if note]
         return Group(*parts)
-
-    def _number(self) -> str:
-        """Return which of several precisions is computed."""
-        name = "" if self._model is None else self._model.precision
-        known = self._precisions
-        return f", {known.index(name) + 1} of {len(known)}" if name in known and len(known) > 1 else ""
 
     def _row(self, activity: ProgressPhase | Progress) -> RenderableType:
         """Return what is going on, a bar, and the amount."""
@@ -232,10 +226,6 @@ class Screen:
         row.add_column(no_wrap=True, justify="right")
         row.add_row(text, ProgressBar(total=total, completed=done, width=20) if total else "", amount)
         return row
-
-
-def _phase_of(activity: ProgressPhase | Progress | None) -> tuple[str, str]:
-    return (activity.name, activity.detail) if isinstance(activity, ProgressPhase) else ("", "")
 
 
 class _Log(io.FileIO):

@@ -87,8 +87,8 @@ def serve(
         say(f"serving {name} at {_url(listener)}/v1; Ctrl-C ends")
         with observed_by(_tell):
             server.serve(listener)
-        refused = f", {server.num_refused:,} refused" * bool(server.num_refused)
-        say(f"{count(server.num_answered, 'request')} answered{refused}; what was computed is stored")
+        answered = f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
+        say(f"{answered}; what was computed is stored")
     except KeyboardInterrupt:  # while the model was loaded
         raise Interrupted("interrupted") from None
     finally:

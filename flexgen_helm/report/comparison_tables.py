@@ -43,26 +43,35 @@ def comparison_tables(
     links: (run entry, precision) -> folder.
     scales: from `interval_scales` of all that a page shows; None for those of `comparisons`.
     """
-    scales = interval_scales(comparisons) if scales is None else scales
-    return [
-        _comparison_table(own, baseline, precision, scales, links or {})
-        for precision, own in _by_precision(comparisons).items()
-    ]
+    ends = interval_scales(comparisons) if scales is None else scales
+    tables = []
+    for precision, own in _by_precision(comparisons).items():
+        rows = [
+            (each.run, metrics, f"{each.instances:,}", score_text(each.baseline), score_text(each.value),
+             _change(each), _interval(each), _test(each))
+            for metrics, each in own
+        ]  # fmt: skip
+        names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
+        folders = {name: [(links or {}).get((each.run, name), "") for _, each in own] for name in (baseline, precision)}
+        marks = {"95 % interval": [_mark(each, ends[_unit(each)]) for _, each in own]}
+        cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {baseline}"
+        tables.append(Table(cells, title, 2, folders, marks, optional=("p (lost : won)", "n", "95 % interval")))
+    return tables
 
 
 def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
-    """Return the end of the axis that the intervals of each unit share; a ratio's end is what it is above 1."""
-    reaches: dict[str, float] = {}
+    """Return the end of the axis that the intervals of each unit share: 1, 2 or 5 times a power of ten.
+
+    A ratio's end is what it is above 1.
+    """
+    ends: dict[str, float] = {}
     for each in comparisons:
         reach = max(map(abs, _positions(each)), default=0.0)
-        reaches[_unit(each)] = max(reaches.get(_unit(each), 0.0), math.expm1(reach) if each.kind == "ratio" else reach)
-    return {unit: _rounded_up(reach) for unit, reach in reaches.items()}
-
-
-def _rounded_up(value: float) -> float:
-    """Return the next of 1, 2, 5, 10, and these times powers of ten."""
-    power = 10.0 ** math.floor(math.log10(value or 1.0))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= value)
+        reach = (math.expm1(reach) if each.kind == "ratio" else reach) or 1.0
+        power = 10.0 ** math.floor(math.log10(reach))
+        end = next(step * power for step in (1, 2, 5, 10) if step * power >= reach)
+        ends[_unit(each)] = max(ends.get(_unit(each), 0.0), end)
+    return ends
 
 
 def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str, Comparison]]]:
@@ -70,34 +79,11 @@ def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str
     found: dict[str, list[tuple[str, Comparison]]] = {}
     for each in sorted(comparisons, key=lambda each: precision_rank(each.precision)):
         rows = found.setdefault(each.precision, [])
-        if rows and replace(rows[-1][1], metric=_unit(rows[-1][1])) == replace(each, metric=_unit(each)):
+        if rows and replace(rows[-1][1], metric=each.metric) == each and _unit(rows[-1][1]) == _unit(each):
             rows[-1] = f"{rows[-1][0]}, {each.metric}", each
         else:
             rows.append((each.metric, each))
     return found
-
-
-def _comparison_table(
-    own: Sequence[tuple[str, Comparison]],
-    baseline: str,
-    precision: str,
-    scales: Mapping[str, float],
-    links: Mapping[tuple[str, str], str],
-) -> Table:
-    rows = [
-        (each.run, metrics, f"{each.instances:,}", score_text(each.baseline), score_text(each.value), _change(each),
-         _interval(each), _test(each))
-        for metrics, each in own
-    ]  # fmt: skip
-    names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
-    return Table(
-        pd.DataFrame(rows, columns=names),
-        f"{precision} against {baseline}",
-        num_keys=2,
-        links={name: [links.get((each.run, name), "") for _, each in own] for name in (baseline, precision)},
-        marks={"95 % interval": [_mark(each, scales[_unit(each)]) for _, each in own]},
-        optional=("p (lost : won)", "n", "95 % interval"),
-    )
 
 
 def _mark(comparison: Comparison, end: float) -> Mark | None:
@@ -106,8 +92,7 @@ def _mark(comparison: Comparison, end: float) -> Mark | None:
     if not positions:
         return None
     if comparison.kind == "ratio":
-        axis = f"×{1 / (1 + end):.3g}", "×1", f"×{1 + end:.3g}"
-        end = math.log1p(end)
+        axis, end = (f"×{1 / (1 + end):.3g}", "×1", f"×{1 + end:.3g}"), math.log1p(end)
     elif _unit(comparison) == "pp":
         axis = f"{-100 * end:g}", "0", f"{100 * end:+g} pp"
     low, point, high = (50 + 50 * position / end for position in positions)
@@ -118,13 +103,9 @@ def verdict_tables(comparisons: Iterable[Comparison], baseline: str) -> list[Tab
     """Return a table of verdicts and flips per precision that is compared with `baseline`."""
     tables = []
     for precision, own in _by_precision(each for each in comparisons if each.equivalence is not None).items():
-        cells = {
-            "run entry": [each.run for _, each in own],
-            "metric": [metrics for metrics, _ in own],
-            "flips": [_flips(each) for _, each in own],
-            "verdict": [each.equivalence.text if each.equivalence else "" for _, each in own],
-        }
-        tables.append(Table(pd.DataFrame(cells), f"{precision} against {baseline}: verdicts", num_keys=2))
+        rows = [(each.run, metrics, _flips(each), each.equivalence and each.equivalence.text) for metrics, each in own]
+        cells = pd.DataFrame(rows, columns=["run entry", "metric", "flips", "verdict"])
+        tables.append(Table(cells, f"{precision} against {baseline}: verdicts", num_keys=2))
     return tables
 
 

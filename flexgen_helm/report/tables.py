@@ -71,11 +71,6 @@ class Table:
         return [place >= self.num_keys and name not in _TEXT_COLUMNS for place, name in enumerate(self.cells)]
 
     @property
-    def begins_group(self) -> list[bool]:
-        """Return, for each row, whether its keys differ from those above: the rows of a group can be compared."""
-        return [not row or not all(same) for row, same in enumerate(self.repeats)]
-
-    @property
     def repeats(self) -> list[list[bool]]:
         """Return, for each row, which of its keys it has in common with the row above."""
         rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
@@ -111,25 +106,24 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
+    pairs = [(run, metric) for run in runs for metric in run.scores or ("-",)]
+    entries, metrics = list(dict.fromkeys(run.entry for run in runs)), list(dict.fromkeys(name for _, name in pairs))
+
+    def order(pair: tuple[RunScores, str]) -> tuple[int, int, str, tuple[int, str]]:
+        run, metric = pair
+        return entries.index(run.entry), metrics.index(metric), run.typed_model, precision_rank(run.precision)
+
+    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
+    pairs.sort(key=order)
     rows = [
         (run.entry, metric, run.typed_model, run.precision, _score_and_error(run, metric),
-         f"{run.num_scored:,}" if run.num_scored else "", whole_text(run.workload.get("num_requests")), run_link(run))
-        for run in runs
-        for metric in run.scores or ("-",)
+         f"{run.num_scored:,}" if run.num_scored else "", whole_text(run.workload.get("num_requests")))
+        for run, metric in pairs
     ]  # fmt: skip
-    names = ["run entry", "metric", "model", "precision", "score", "scored", "requests", "link"]
-    frame = pd.DataFrame(rows, columns=names)
-    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
-    order = {
-        "run entry": lambda column: column.map({name: place for place, name in enumerate(column.unique())}),
-        "metric": lambda column: column.map({name: place for place, name in enumerate(column.unique())}),
-        "model": lambda column: column,
-        "precision": lambda column: column.map(precision_rank),
-    }
-    frame = frame.sort_values(list(order), key=lambda column: order[str(column.name)](column), kind="stable")
-    links = {"precision": list(frame.pop("link"))}
+    frame = pd.DataFrame(rows, columns=["run entry", "metric", "model", "precision", "score", "scored", "requests"])
     if not show_model:
         del frame["model"]
+    links = {"precision": [run_link(run) for run, _ in pairs]}
     return Table(frame, num_keys=2, links=links, optional=("requests", "scored"))
 
 
@@ -236,12 +230,11 @@ def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
         largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), top)
     cells = {"": [label for label, _, _ in rows]}
     marks: dict[str, list[Mark | None]] = {}
-    for place, precision in enumerate(precisions):
-        own = [(label, fmt, values[place]) for label, fmt, values in rows]
-        cells[precision] = [fmt(value) if value is not None else "" for _, fmt, value in own]
+    for precision, own in zip(precisions, zip(*(values for _, _, values in rows))):
+        cells[precision] = ["" if value is None else fmt(value) for (_, fmt, _), value in zip(rows, own)]
         marks[precision] = [
             Mark(0, 100 * value / largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
-            for label, _, value in own
+            for (label, _, _), value in zip(rows, own)
         ]
     return Table(pd.DataFrame(cells), marks=marks)
 

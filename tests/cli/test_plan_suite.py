@@ -80,7 +80,7 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
         assert words in shown
     assert "processor" not in shown, "the GPU is called GPU"
     assert re.search(r"^Tonight: \w+, -m \d+, about .*, at most [1-7] h \d+ min\.$", shown.splitlines()[-1])
-    assert all(f"│ {name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
+    assert all(f"\n{name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
     asked = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4", "--precision", "8bit").stdout
     assert "opt-30b (8bit)" in asked and "4bit" not in asked
     table = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4", "--csv").stdout

@@ -206,7 +206,7 @@ def test_own_pages_and_names_of_this_machine_are_answered(server):
         ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 may wait"),
         ({"prompt": "the", "max_tokens": 10**9}, 400, "window"),
         ({"prompt": "the", "logprobs": 21}, 400, "logprobs is 21"),
-        ({"prompt": "the", "stop": ["a"] * 5}, 400, "stop is"),
+        ({"prompt": "the", "stop": ["a", 1]}, 400, "stop"),
         ({"prompt": "the", "stream": "yes"}, 400, "stream is"),
         ({"prompt": "the", "stream_options": {"a": True}}, 400, "stream_options"),
         ({"prompt": "the", "chat_template": "{{ 1 }}"}, 400, "'chat_template' is not supported"),
