@@ -105,6 +105,20 @@ def test_launchers_that_are_killed_at_any_moment_leave_the_next_one_its_fork() -
     assert subprocess.run([*python("plan"), "-c", "print(7)"], capture_output=True, text=True).stdout == "7\n"
 
 
+def test_a_launcher_that_ends_with_its_fork_leaves_the_next_one_its_fork() -> None:
+    code = "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([*python("plan"), "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        fork, server = map(int, launcher.stdout.readline().split())
+        os.kill(server, signal.SIGSTOP)  # so that it hears of both at once
+        os.kill(fork, signal.SIGKILL)
+        time.sleep(0.2)  # until it has ended
+        launcher.kill()
+        launcher.wait()
+        os.kill(server, signal.SIGCONT)
+    assert subprocess.run([*python("plan"), "-c", "print(7)"], capture_output=True, text=True).stdout == "7\n"
+
+
 def test_what_runs_in_one_is_not_in_the_next() -> None:
     change = "import os, sys, flexgen_helm; flexgen_helm.own = os.environ['OWN'] = 'x'; sys.path.append('/own')"
     look = "import os, sys, flexgen_helm; print(hasattr(flexgen_helm, 'own'), 'OWN' in os.environ, '/own' in sys.path)"

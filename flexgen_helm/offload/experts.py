@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,7 +182,8 @@ class ExpertStreamer:
                     self._wake.wait()
                 self._num_busy += 1
             try:
-                job()
+                with suppress(Exception):  # of a guess, which costs nothing; a load keeps its error for its use
+                    job()
             finally:
                 with self._wake:
                     self._num_busy -= 1

@@ -113,7 +113,8 @@ def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
     if number == signal.SIGINT and process.returncode:  # else it was done before
         assert process.returncode == 130 and "the same command computes the rest" in errors.splitlines()[-1]
     again = started("b", tmp_path / "again")  # another folder, as the first may have ended before the signal
-    assert again.communicate(timeout=240) and again.returncode == 0
+    _, errors = again.communicate(timeout=240)
+    assert again.returncode == 0, errors
     one, other = results(tmp_path / "undisturbed"), results(tmp_path / "again")
     assert close(other["results"], one["results"])
     assert close(samples(tmp_path / "again"), samples(tmp_path / "undisturbed"))

@@ -141,7 +141,7 @@ def _serve(path: str, packages: str) -> None:
             elif key.fd == 0:
                 return
             elif key.data[1] is None:  # a launcher is gone
-                if key.fileobj not in chosen.get_map():  # as its fork is
+                if key.fileobj.fileno() < 0:  # closed, as its fork is gone, too
                     continue
                 os.kill(key.data[0], signal.SIGKILL)
                 chosen.unregister(key.fileobj)

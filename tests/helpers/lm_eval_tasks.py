@@ -14,8 +14,10 @@ import pytest
 
 # The harness as a program that reads no tasks of its own.
 PROGRAM = """
+import faulthandler
 import sys
 import pytest
+faulthandler.dump_traceback_later(200, exit=True)  # one hung once
 from flexgen_helm import cli
 from tests.helpers.lm_eval_tasks import leave_out_others
 leave_out_others(pytest.MonkeyPatch())

@@ -245,6 +245,19 @@ def test_batches_of_one_visit_share_the_experts_of_their_layer_if_the_slots_hold
     experts.close()
 
 
+def test_a_guess_that_fails_ends_no_loader():
+    class Scores:
+        def tolist(self):
+            raise MemoryError
+
+    experts = streamer(2, Log())
+    for _ in range(20):  # more than there are loaders
+        experts.guess(ALL[:EXPERTS], Scores())
+        time.sleep(0.002)
+    within(WAIT_S, lambda: use(experts, STAGES[0], [0], False))
+    experts.close()
+
+
 def test_an_expert_that_was_not_asked_for_is_refused():
     experts = streamer(2, Log())
     experts.use(ALL[:2], STAGES[0], False)
