@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import math
 import os
 import re
@@ -28,6 +29,11 @@ class InUseError(FlexgenError):
 
     Next: Start the same command again when that process has ended.
     """
+
+
+def path_key(path: Path) -> str:
+    """Return what a lock for any path can be called."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
 @contextmanager
