@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +31,11 @@ class InUseError(FlexgenError):
     """
 
 
+def path_key(path: Path) -> str:
+    """Return what a lock for any path can be called."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+
+
 @contextmanager
 def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
     """Hold the lock that a file stands for; the file is made, and stays.
@@ -36,7 +43,7 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
     timeout: seconds after which `InUseError` is raised.
     Raises OSError, which names the file, if it cannot be locked.
     """
-    began, is_told = time.monotonic(), False
+    began, tell_after_s = time.monotonic(), TELL_AFTER_S
     with ExitStack() as held:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,8 +51,8 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
                 waited = time.monotonic() - began
                 if waited >= timeout:
                     raise InUseError(f"{path} is locked by {_holder(path)}; wait until that has ended")
-                if waited > TELL_AFTER_S and not is_told:
-                    is_told = True
+                if waited > tell_after_s:
+                    tell_after_s = math.inf
                     report(Message(f"waiting for {path}, which {_holder(path)} has locked"))
                 stop_point()
                 time.sleep(_POLL_S)
@@ -59,19 +66,19 @@ def _take(path: Path, held: ExitStack) -> bool:
         stack.callback(os.close, descriptor)  # which unlocks it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_taken = os.fstat(descriptor).st_nlink > 0  # else whoever had it has deleted it
+            if not os.fstat(descriptor).st_nlink:  # whoever had it has deleted it
+                return False
         except BlockingIOError:
-            is_taken = False
+            return False
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            is_taken = False
-            with suppress(Timeout):
-                stack.enter_context(SoftFileLock(_marker(path), timeout=0))
-                is_taken = True
-        if is_taken:
-            held.push(stack.pop_all())
-        return is_taken
+            try:
+                stack.enter_context(SoftFileLock(_marker(path), timeout=0, thread_local=False))
+            except Timeout:
+                return False
+        held.push(stack.pop_all())
+    return True
 
 
 def _marker(path: Path) -> Path:
@@ -86,12 +93,10 @@ def _holder(path: Path) -> str:
     """Return who holds a lock, as far as that can be known."""
     with suppress(OSError, ValueError):
         if (marker := _marker(path)).exists():
-            process, host = marker.read_text(encoding="utf-8").split()[:2]
+            process, host, *_ = marker.read_text().split()
             return f"process {process} of {host} (if that has ended, delete {marker})"
         inode = path.stat().st_ino
-        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 4321 08:01:7654 0 EOF
-            *_, process, file, _, _ = line.split()
-            if " FLOCK " in line and file.endswith(f":{inode}"):
-                return f"process {process}"
+        # 1: FLOCK  ADVISORY  WRITE 4321 08:01:7654 0 EOF
+        found = re.search(rf" FLOCK .* (\d+) \S+:{inode} ", Path("/proc/locks").read_text())
+        return f"process {found[1]}" if found else "another process"
     return "another process"

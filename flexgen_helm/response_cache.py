@@ -136,7 +136,7 @@ class ResponseCache:
                 "move the file away, its results will be computed again"
             ) from error
         except OSError as error:
-            raise ResponseCacheError(f"the response cache {self.path} cannot be created: {error}") from error
+            raise ResponseCacheError(f"the response cache {self.path} cannot be created: {error.strerror}") from error
 
     def get_many(self, keys: Iterable[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""

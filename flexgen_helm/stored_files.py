@@ -6,7 +6,6 @@ file that is open. Locks are also seen by other machines that share the folder; 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sqlite3
@@ -20,7 +19,7 @@ from typing import Literal
 import psutil
 
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.locks import InUseError, locked, path_key
 
 Kind = Literal["answers", "conversion", "model", "offloaded weights", "rest of a dead run", "rest of a dead conversion"]
 
@@ -130,8 +129,8 @@ def _lock(stack: ExitStack, path: Path, kind: Kind, home: Path, creates: bool = 
     """
     locks: dict[Kind, list[Path]] = {
         # The lock of `convert`, and those of engines that open an offload directory.
-        "conversion": [home / "locks" / f"convert-{_key(path)}.lock"],
-        "rest of a dead conversion": [home / "locks" / f"convert-{_key(_target(path))}.lock"],
+        "conversion": [home / "locks" / f"convert-{path_key(path)}.lock"],
+        "rest of a dead conversion": [home / "locks" / f"convert-{path_key(_target(path))}.lock"],
         "offloaded weights": [path.parent / ".lock", *path.parent.glob("run-*.lock")],
         "rest of a dead run": [path.with_suffix(".lock")],
     }
@@ -152,10 +151,6 @@ def _lock(stack: ExitStack, path: Path, kind: Kind, home: Path, creates: bool = 
 def _target(rest: Path) -> Path:
     """Return the folder that `.NAME.partial` was to become."""
     return rest.with_name(rest.stem.removeprefix("."))
-
-
-def _key(target: Path) -> str:
-    return hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:16]
 
 
 def _is_inside(file: str, path: Path) -> bool:

@@ -43,7 +43,7 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.files import existing_folder, naming, sync_folder, write_synced
-from flexgen_helm.locks import InUseError
+from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
@@ -139,9 +139,8 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Let one process at a time write a folder; raises `UsageError` in the second."""
-    key = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:16]
     try:
-        with state_lock(f"locks/convert-{key}.lock", timeout=0):
+        with state_lock(f"locks/convert-{path_key(target)}.lock", timeout=0):
             yield
     except InUseError:
         raise UsageError(f"another process is converting into {target}; wait until it is done") from None

@@ -44,9 +44,10 @@ def explain(error: BaseException) -> str:
     if cause is error:
         text = f"{cause.filename} cannot be used: {cause.strerror}"
     path, folders = Path(str(cause.filename)).absolute(), {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
-    names = [f" {name}" for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
-    remedy = _REMEDIES.get(cause.errno or 0, f"name another folder with{names[0]}" if names else "")
-    return text if not remedy or any(name in text for name in names) else f"{text}; {remedy}"
+    names = [name for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
+    another = f"name another folder with {names[0]}" if names and "name another" not in text else ""
+    remedy = _REMEDIES.get(cause.errno or 0, another)
+    return f"{text}; {remedy}" if remedy else text
 
 
 @contextmanager

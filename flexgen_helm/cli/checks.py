@@ -275,15 +275,14 @@ def _response_cache() -> Finding:
 def _locks() -> Finding:
     """In another process, because some disks lock for processes and some for files."""
     home = existing_folder(state_dir())
-    remedy = f"Run one command at a time, or {_OTHER_HOME}"
     with tempfile.NamedTemporaryFile(prefix="doctor-", dir=home) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            failure = _python_subprocess(_REQUIRE_LOCKED, file.name)
         except OSError as error:
-            kind = _file_system(home) or "unknown"
-            return Finding("failed", f"the file system of {home} ({kind}) has no locks: {error.strerror}", remedy)
-        failure = _python_subprocess(_REQUIRE_LOCKED, file.name)
+            failure = f"the file system {_file_system(home)} has no locks ({error.strerror})"
     if failure is not None:
+        remedy = f"Run one command at a time, or {_OTHER_HOME}"
         return Finding("failed", f"locks in {home} do not hold among processes: {failure}", remedy)
     return Finding("ok", f"processes wait for each other in {home}")
 

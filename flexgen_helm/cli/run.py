@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import locale
 import os
 import shlex
@@ -30,7 +29,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
-from flexgen_helm.locks import InUseError
+from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
@@ -111,9 +110,8 @@ def run_and_show(
 @contextmanager
 def _only_writer(suite: Path) -> Iterator[None]:
     """Refuse a suite that another process of this home writes: both would compute everything."""
-    digest = hashlib.sha256(str(suite.resolve()).encode()).hexdigest()[:16]
     try:
-        with state_lock(f"locks/suite-{digest}.lock", timeout=0):
+        with state_lock(f"locks/suite-{path_key(suite)}.lock", timeout=0):
             yield
     except InUseError as error:
         raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error

@@ -217,10 +217,6 @@ class WeightFiles:
         self._folder, self._fingerprint, self._fmt, self._rates = folder, fingerprint, fmt, rates
         self._known: tuple[tuple[int, int], dict[str, Any]] | None = None  # a version of the manifest, and its content
         self._checked: set[str] | None = None  # as `checked.txt` has them
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OffloadError(f"{folder} cannot be created: {error.strerror}") from error
         self._lock = folder / "manifest.lock"
 
     def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:

@@ -81,15 +81,17 @@ class FailingCalls:
         return self._suites.results("suite")
 
     def try_one(self, fault: Fault) -> tuple[Outcome, str]:
-        """Run a suite with a fault from the beginning, then again without; return what was wrong, '' for nothing."""
+        """Run a suite with a fault from the beginning; if it ends with an error, again without.
+
+        Return the first outcome, and what was wrong, '' for nothing.
+        """
         shutil.rmtree(self._place)
         first = self.run(fault)
         calls = self._place / "calls"
         if not calls.exists() or "FAILED" not in calls.read_text():
             return first, "not reached"
         wrong = self._wrong(first, REMEDIES.get(fault.error, MOVES))
-        again = self.run()
-        if again.code or self._results() != self.right:
+        if first.code and ((again := self.run()).code or self._results() != self.right):
             wrong += f"; the same command afterwards: {again.code} {again.output}"
         return first, wrong
 
