@@ -89,9 +89,9 @@ def print_csv_evaluated(path: Path, hardware: HardwareProfile, as_json: bool, as
     table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
     table["token/s"] = rows.get("tokens_per_s", "")
     table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
-    table["error"] = rows["error"]
+    table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
     table["bottleneck"] = rows["bottleneck"]
-    print_table(table, formats={"error": "{:+.0%}".format})
+    print_table(table)
     for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
