@@ -138,7 +138,7 @@ def test_progress_is_described_without_empty_parts() -> None:
 
 
 PRECISIONS = """
-import hashlib, sys, time
+import sys, threading, time
 from pathlib import Path
 from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.cli import screen
@@ -153,7 +153,9 @@ with screen.Screen(log, ["fp16", "4bit"]):
         time.sleep(0.3)
         (log.parent / "part" / "weights").write_bytes(bytes(100))
         time.sleep(0.6)
-    fingerprint.hash_file(file)
+    hashing = threading.Thread(target=fingerprint.hash_file, args=[file])  # as HELM's threads do
+    hashing.start()
+    hashing.join()
     for precision, tokens in (("fp16", 250.0), ("4bit", 500.0)):
         report(ModelInUse("opt-30b", precision))
         report(ProgressPhase("convert", precision, 1, 4))
