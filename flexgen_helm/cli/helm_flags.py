@@ -56,9 +56,7 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
         "runs/quickstart.conf",
         "+",
     ),
-    HelmFlag(
-        ("-m", "--max-eval-instances"), "N", "Most instances per scenario; run cannot do without.", "100", type=int
-    ),
+    HelmFlag(("-m", "--max-eval-instances"), "N", "Maximum instances per scenario (required).", "100", type=int),
     HelmFlag(
         ("--suite",),
         "NAME",

@@ -164,8 +164,8 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     limits = [f"{size(made.problem.limits[tier])} {place}" for tier, place in TIER_PLACES.items()]
     console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
-        f"Answers count as long as the right ones; the range has {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times as "
-        f"many tokens. If none ended before it must, it would take {spelled_duration(planned.limit_s)}."
+        f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times). If "
+        f"all run to their limit: {spelled_duration(planned.limit_s)}."
     )
     for basis, named in _BASES.items():
         sources: dict[str, list[str]] = {}

@@ -56,7 +56,7 @@ def run(
     """Run HELM's evaluations with models that need not fit into memory.
 
     All flags of helm-run are accepted. The requests of all runs are computed in one block a model. Interrupted, the
-    same command continues where it stopped. The engine flags go before what a deployment file says; --precision may
+    same command continues where it stopped. The engine flags override the deployment file; --precision may
     name several, with commas between, for `flexgen-helm compare`.
 
     Example:

@@ -48,7 +48,7 @@ class ModelArguments:
 def model_arguments(name: str, options: EngineOptions, revision: str | None = None) -> ModelArguments:
     """Return the model of a name, checked before anything is read.
 
-    options: go before what the name's suffixes say. revision: of the hub's repository.
+    options: override the name's suffixes. revision: of the hub's repository.
     Raises `UsageError` for a name or an option that cannot be.
     """
     from flexgen_helm.checkpoint import names
