@@ -276,7 +276,7 @@ class EngineConfig:
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
-        "Layers of each rank of a pipeline, for example 10,14; by default shares that take equally long. "
+        "Layers of each rank of a pipeline, for example 10,14; by default shares that equal devices compute equally long. "
         "Only under torchrun.",
         Flag("--pipeline-layers", "N,N,…"),
         parse=_parse_layers,
