@@ -276,7 +276,7 @@ class EngineConfig:
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
-        "Layers of each rank of a pipeline, for example 10,14; by default shares that equal devices compute equally long. "
+        "Layers of each rank of a pipeline, for example 10,14; by default equal shares, as for equal devices. "
         "Only under torchrun.",
         Flag("--pipeline-layers", "N,N,…"),
         parse=_parse_layers,
