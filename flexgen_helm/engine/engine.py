@@ -459,7 +459,8 @@ class Engine:
         machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
-        ranges = divide_layers(self.config, exchange.rank.size, options.pipeline_layers)
+        asked = None if exchange.is_whole else options.pipeline_layers
+        ranges = divide_layers(self.config, exchange.rank.size, asked)
         part = self.config.part(ranges[exchange.rank.number])
         planner.take_layers(part)
         return planner, part
