@@ -65,8 +65,8 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
 def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says):
     refused = run_script(*arguments)
     assert refused.code == 2 and not refused.out and not refused.heavy
-    (line,) = refused.err.splitlines()
-    assert says in line
+    lines = refused.err.splitlines()
+    assert len(lines) == 1 and says in lines[0], refused.err
 
 
 @pytest.mark.skipif(cuda.why_no_cuda() is None, reason="this machine may have a CUDA device")

@@ -13,6 +13,7 @@ SCRIPT = Path(sys.executable).with_name("flexgen-helm")
 # What takes seconds to import: not before a command needs it.
 HEAVY = {"torch", "transformers", "helm", "datasets"}
 _IMPORT = re.compile(r"^import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$", re.MULTILINE)
+_OF_IMPORTS = re.compile(r"import time:|^[ \d|]*\| +\S+\n$")
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,6 @@ def run_script(*arguments: str, **environment: str) -> Finished:
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100", **environment},
     )
     modules = _IMPORT.findall(done.stderr)
-    lines = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("import time:")]
+    # A line of imports may be in two parts, where two threads import.
+    lines = [line for line in done.stderr.splitlines(keepends=True) if not _OF_IMPORTS.search(line)]
     return Finished(done.returncode, done.stdout, "".join(lines), frozenset(name.split(".")[0] for name in modules))
