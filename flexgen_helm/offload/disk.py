@@ -104,7 +104,8 @@ class DirectFile:
     def close(self, delete: bool = False) -> None:
         os.close(self._descriptor)
         if delete:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # with its run's folder, or by the next run
+                self.path.unlink()
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
@@ -187,7 +188,8 @@ class OffloadDirectory:
         """Delete the files of this run."""
         shutil.rmtree(self.run, ignore_errors=True)
         self._held.close()
-        self.run.with_suffix(".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # the next run deletes it
+            self.run.with_suffix(".lock").unlink()
 
     def _lock_new_run(self) -> tuple[Path, ExitStack]:
         """Lock a name that no process uses: processes of two containers can have the same pid."""
@@ -200,7 +202,7 @@ class OffloadDirectory:
     def _delete_dead_runs(self) -> None:
         for run in {path.with_suffix("") for path in self.folder.glob("run-*")}:
             lock = run.with_suffix(".lock")
-            with suppress(InUseError), locked(lock, timeout=0):
+            with suppress(InUseError, OSError), locked(lock, timeout=0):
                 shutil.rmtree(run, ignore_errors=True)
                 lock.unlink(missing_ok=True)
 

@@ -462,3 +462,20 @@ def test_a_disk_with_room_is_no_error(tiny, small_disk):
     """The guard's inverse."""
     assert answers(tiny, small_disk, "activations") == answers(tiny, small_disk, None)
     assert names(small_disk) == set()
+
+
+def test_files_that_cannot_be_deleted_any_more_end_no_run(tmp_path, monkeypatch):
+    """A disk that became read-only: the next run deletes them."""
+    folder = OffloadDirectory(tmp_path)
+    file = DirectFile(folder.run / "cache", 4096, create=True)
+
+    def refuse(*given, **named):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", refuse)
+        file.close(delete=True)
+        folder.close()
+    assert [path.suffix for path in tmp_path.glob("run-*")]
+    OffloadDirectory(tmp_path).close()
+    assert not [*tmp_path.glob("run-*")]
