@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
-from flexgen_helm.kernels.team import empty, run_on_threads, team_size
+from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import imported, tried
 
 # Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
@@ -105,8 +105,7 @@ def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> lis
     rows = -(-own_rows // (-(-own_rows // most_rows) * 2 * compiled.SIDE)) * 2 * compiled.SIDE
     block = _block(compiled, rows, width)
     own_bytes = compiled.multiply_bytes(rows, width, block)
-    kinds = {torch.bfloat16: compiled.BFLOAT16, torch.float16: compiled.FLOAT16, torch.float32: compiled.FLOAT32}
-    arguments = [kinds[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
+    arguments = [KINDS[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
     arguments += [_memory(threads * own_bytes), own_bytes, all_panels, table.buffer_info()[0]]
     run_on_threads(compiled.address_of(compiled.multiply), arguments, threads)
     return products

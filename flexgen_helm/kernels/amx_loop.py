@@ -40,6 +40,7 @@ from flexgen_helm.kernels.emit import (
     put_integer,
     store,
 )
+from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 
 # Rows of a tile; columns that one instruction multiplies; bytes of a tile's row, and of a tile.
 SIDE, DEPTH = 16, 32
@@ -49,7 +50,6 @@ PANEL = 2 * SIDE
 # Parts of a number of x; and with how many of them each part of a weight is multiplied: bfloat16, float16, float32.
 PARTS = 3
 WEIGHT_PARTS = ((3,), (3, 2), (3, 2, 1))
-BFLOAT16, FLOAT16, FLOAT32 = range(3)
 # Steps whose products are one chain of float32 sums. Longer ones lose digits where all terms have one sign.
 CHAIN_STEPS = 16
 # Panels whose sums wait together for the next block of columns.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,15 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import empty, run_on_threads, team_size
+from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _FLOAT_BYTES = 4
-# Of keys and values, as `attention_loop` counts them.
-_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-# Elements of keys and values that occupy a thread for longer than it takes to wake.
+# Elements of keys and values, read by one tile of queries, that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 14
 
 
@@ -109,6 +107,12 @@ class SegmentTable:
         groups = [TokenGroup(row, 1, (row,), False, goes_on) for row, goes_on in enumerate(follows)]
         return cls.of(groups, positions, [(at + 1 - start, start) for at, start in zip(positions, starts)])
 
+    @cached_property
+    def keys(self) -> Integers:
+        """Keys of each job's segments together."""
+        until = np.concatenate(([0], np.cumsum(self.segments[:, 6])))
+        return until[self.jobs[:, 3]] - until[self.jobs[:, 2]]
+
     def at(self, shared: Sequence[tuple[Tensor, Tensor]], own: tuple[Tensor, Tensor] | None = None) -> Segments:
         """Fill in where keys and values are.
 
@@ -154,7 +158,7 @@ def can_attend(*operands: Tensor) -> bool:
 
 def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `attend_segments` takes keys and values of caches in `dtype` on a device."""
-    compiled = _compiled() if device.type == "cpu" and dtype in _KINDS else None
+    compiled = _compiled() if device.type == "cpu" and dtype in KINDS else None
     return compiled is not None and (compiled.CONVERTS_HALVES or dtype != torch.float16)
 
 
@@ -189,9 +193,9 @@ def attend_segments(
     (tokens, heads, dim), (table, rows, key_heads, operands) = q.shape, segments
     group = heads // key_heads
     out, lse = before if before is not None else (empty(q.shape), empty((tokens, heads)))
-    tiles = key_heads * sum(-(-count * group // compiled.TILE_QUERIES) for count in table.jobs[:, 1].tolist())
-    elements = int(table.segments[:, 6].sum()) * key_heads * dim
-    threads, floats = team_size(min(tiles, elements // _THREAD_ELEMENTS)), compiled.scratch_floats(dim)
+    tiles = key_heads * (-(-table.jobs[:, 1] * group // compiled.TILE_QUERIES))
+    most_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
+    threads, floats = team_size(most_threads), compiled.scratch_floats(dim)
     memory, factors = empty([threads * floats]), _scale_and_cap(scale, softcap)
     window_tokens, is_chunked = window or (0, False)
     addresses = [table.jobs.ctypes.data, len(table.jobs), rows.ctypes.data]
@@ -199,7 +203,7 @@ def attend_segments(
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
     addresses += [lse.data_ptr(), _FLOAT_BYTES * lse.stride(0), key_heads, group, dim, window_tokens]
     addresses += [factors.ctypes.data, memory.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
-    addresses += [0 if slopes is None else slopes.data_ptr(), is_chunked, _KINDS[operands[0].dtype], before is not None]
+    addresses += [0 if slopes is None else slopes.data_ptr(), is_chunked, KINDS[operands[0].dtype], before is not None]
     run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
     return out, lse
 
@@ -239,7 +243,7 @@ def _is_right(compiled: ModuleType) -> bool:
             exact = _formula(q[tokens], keys, values, torch.tensor(positions[tokens]), 0.3, *way)
             if not _are_close(found, exact, tokens):
                 return False
-    for dtype in _KINDS if compiled.CONVERTS_HALVES else (torch.bfloat16, torch.float32):
+    for dtype in KINDS if compiled.CONVERTS_HALVES else (torch.bfloat16, torch.float32):
         k, v = torch.randn(2, 2, 2, 90, dim, generator=draw).to(dtype)  # two sequences, the second in two steps
         groups = TokenGroup(0, 1, (0,), False), TokenGroup(1, 1, (1,), False)
         first = SegmentTable.of(groups, [4, 85], [(5, 0), (30, 0)]).at_caches(k, v)

@@ -1,4 +1,4 @@
-"""Attention of prompts to all segments that they see, compiled (`attention`)."""
+"""Attention of tokens to all segments that they see, compiled (`attention`)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from flexgen_helm.kernels.emit import (
     tanh,
 )
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, HAS_AVX512, LANES
+from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 
 # Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
 # stay in registers. Keys of a block: its scores stay in the first cache.
@@ -45,10 +46,6 @@ TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
 # Rows of a tile besides queries, outputs and scores: maxima, sums, first and last visible keys, slopes, distances, and
 # two for addresses, which have 64 bits.
 _TILE_ROWS_BESIDE = 8
-
-
-# Kinds of stored elements: float16, bfloat16, float32.
-FLOAT32 = 2
 
 
 def scratch_floats(head_dim: int) -> int:
@@ -243,20 +240,26 @@ def _widen_vector(typing: Any, kind: Any, source: Any, width: Any, target: Any) 
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         kind, source, width, target = arguments
-        for number in (0, 1) if CONVERTS_HALVES else (1,):
-            with builder.if_then(builder.icmp_signed("==", kind, INT64(number))):
-                store(builder, masked_halves(builder, source, number, width), target, 4)
+        for case in (BFLOAT16, FLOAT16) if CONVERTS_HALVES else (BFLOAT16,):
+            with builder.if_then(builder.icmp_signed("==", kind, INT64(case))):
+                store(builder, masked_halves(builder, source, case == BFLOAT16, width), target, 4)
 
     return types.void(*[int64] * 4), generate
 
 
 @njit
-def _widen(kind: Any, rows: Any, row_bytes: Any, count: Any, size: Any, target: Any) -> None:
-    """Write `count` rows of `size` elements of 16 bits as float32 without gaps, and up to a vector of zeros behind."""
+def _as_float32(kind: Any, rows: Any, row_bytes: Any, count: Any, size: Any, target: Any) -> tuple[Any, Any]:
+    """Return where `count` rows of `size` elements are in float32, and the bytes of a row.
+
+    Those of 16 bits are written to `target` without gaps, and up to a vector of zeros behind.
+    """
+    if kind == FLOAT32:
+        return rows, row_bytes
     for number in range(count):
         for element in range(0, size, LANES):
             source = rows + number * row_bytes + 2 * element
             _widen_vector(kind, source, size - element, target + 4 * (number * size + element))
+    return target, 4 * size
 
 
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
@@ -340,10 +343,7 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
         begin = max(0, _oldest(first_position, window, is_chunked) - start) // BLOCK_KEYS * BLOCK_KEYS
         for key in range(begin, end, BLOCK_KEYS):
             count = min(BLOCK_KEYS, end - key)
-            block, block_row = keys + key * key_row, key_row
-            if kind != FLOAT32:
-                _widen(kind, block, block_row, count, size, wide)
-                block, block_row = wide, 4 * size
+            block, block_row = _as_float32(kind, keys + key * key_row, key_row, count, size, wide)
             at = 0
             while at < count:
                 step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
@@ -353,10 +353,7 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
                 _bend(vectors, scores, count, key, cap, own_slopes, distances)
             is_masked = key < all_see_from or key + count > all_see_to
             _softmax(vectors, scores, count, key, low if is_masked else 0, maximum, outputs, size if adds else 0)
-            block, block_row = values + key * value_row, value_row
-            if kind != FLOAT32:
-                _widen(kind, block, block_row, count, size, wide)
-                block, block_row = wide, 4 * size
+            block, block_row = _as_float32(kind, values + key * value_row, value_row, count, size, wide)
             at = 0
             while at < size:
                 step = _STEP_ROWS if at + _STEP_ROWS <= size else 1

@@ -14,11 +14,8 @@ import numba
 from numba import types
 
 from flexgen_helm.kernels.amx_loop import (
-    BFLOAT16,
     CHAIN_STEPS,
     DEPTH,
-    FLOAT16,
-    FLOAT32,
     PANEL,
     PANEL_BYTES,
     PARTS,
@@ -41,10 +38,7 @@ from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
 
 __all__ = [
-    "BFLOAT16",
     "CHAIN",
-    "FLOAT16",
-    "FLOAT32",
     "PANEL",
     "PANEL_BYTES",
     "PARTS",

@@ -140,7 +140,7 @@ def exponential(builder: Any, x: Any) -> Any:
     return builder.select(is_least, constant(0.0), builder.fmul(value, scale))
 
 
-def masked_halves(builder: Any, address: Any, is_bfloat16: int, width: Any) -> Any:
+def masked_halves(builder: Any, address: Any, is_bfloat16: bool, width: Any) -> Any:
     """Load the first `width` elements of a vector of 16-bit numbers, and zeros, as float32."""
     lanes = ir.Constant(ir.VectorType(INT32, LANES), list(range(LANES)))
     seen = builder.icmp_signed("<", lanes, spread(builder, builder.trunc(width, INT32)))

@@ -24,6 +24,9 @@ from flexgen_helm.errors import LoopError
 
 # How far a thread is with its part of a loop.
 BEGUN, DONE = 1, 2
+# What compiled loops call the types of stored elements.
+BFLOAT16, FLOAT16, FLOAT32 = range(3)
+KINDS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
 @dataclass(frozen=True)

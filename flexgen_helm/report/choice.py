@@ -18,7 +18,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.comparison import Comparison, ModelComparison, judged_comparisons
 from flexgen_helm.report.paired import LEVEL
 from flexgen_helm.report.scores import RunScores, precision_rank
-from flexgen_helm.report.verdicts import first_names
+from flexgen_helm.report.verdicts import Equivalence, first_names
 
 Cost = Literal["time", "memory"]
 _PLAIN_BYTES, _FLOAT32_BYTES = 2, 4
@@ -112,8 +112,9 @@ def choose_precision(
     rest.sort(key=lambda candidate: candidate.cost(by))  # equal ones stay in the order of `PRECISIONS`
     cheaper = [candidate.precision for candidate in rest if candidate.cost(by) < base.cost(by)]
     level = LEVEL / max(1, len(cheaper))
-    verdicts = {precision: verdict_at(judged[precision], margin, level) for precision in cheaper}
-    taken = next((precision for precision, text in verdicts.items() if text.startswith("equivalent")), baseline)
+    lacking = {precision: not_equivalent(judged[precision], level) for precision in cheaper}
+    verdicts = {precision: verdict_text(entries, margin) for precision, entries in lacking.items()}
+    taken = next((precision for precision, entries in lacking.items() if not entries), baseline)
     candidates = sorted(
         (replace(one, verdict=verdicts.get(one.precision, "")) for one in (*rest, base)), key=lambda one: one.cost(by)
     )
@@ -150,10 +151,14 @@ def _at_level(cheaper: Sequence[str]) -> str:
     return f"tested at {100 * LEVEL:g} %{tests}"
 
 
-def verdict_at(entries: Sequence[Comparison], margin: float, level: float) -> str:
-    """Say what tests at a level show over all run entries; it begins with 'equivalent' where all are."""
-    verdicts = [(entry.run, verdict) for entry in entries if (verdict := entry.equivalence) is not None]
-    lacking = [(run, verdict) for run, verdict in verdicts if verdict.p_value > level]
+def not_equivalent(entries: Sequence[Comparison], level: float) -> list[tuple[str, Equivalence]]:
+    """Return the run entries that a test at a level does not show to be equivalent, with their verdicts."""
+    verdicts = [(entry.run, entry.equivalence) for entry in entries if entry.equivalence is not None]
+    return [(run, verdict) for run, verdict in verdicts if verdict.p_value > level]
+
+
+def verdict_text(lacking: Sequence[tuple[str, Equivalence]], margin: float) -> str:
+    """Say what is known of a precision; lacking: run entries that are not shown to be equivalent."""
     if not lacking:
         return f"equivalent within {100 * margin:g} % or pp"
     for decision in ("worse", "better"):

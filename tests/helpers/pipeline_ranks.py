@@ -39,12 +39,10 @@ class Job:
 
     fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little for the first engine),
         'kill' (dies in a pass).
-    hardware: profile of each rank's machine, by file; empty for the one that is measured.
     """
 
     cases: Sequence[Case]
     fault: str | None = None
-    hardware: Sequence[str] = ()
 
 
 @dataclass
@@ -135,14 +133,11 @@ def _break(fault: str, folder: Path) -> None:
 
 
 def _main(rank: Rank, folder: Path) -> None:
-    from flexgen_helm.engine.engine_profile import HARDWARE_VARIABLE
     from flexgen_helm.engine.follower import follow
     from flexgen_helm.engine.pipeline import leave_pipeline
 
     job: Job = pickle.loads((folder / "job.pickle").read_bytes())
     os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")  # as if each had a machine of its own
-    if job.hardware:
-        os.environ[HARDWARE_VARIABLE] = job.hardware[rank.number]
     if rank.number:
         if job.fault is not None and rank.number == 1:
             _break(job.fault, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import lru_cache
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report import choice, verdicts
-from flexgen_helm.report.choice import choose_precision, verdict_at
+from flexgen_helm.report.choice import choose_precision, not_equivalent, verdict_text
 from flexgen_helm.report.comparison import Comparison, compare_suite
 from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.paired import LEVEL
@@ -46,10 +47,10 @@ def entry(draw, count, lost, won, margin, name="mc"):
     return judged("exact_match", base, other, np.ones(count), margin, name)
 
 
-def takes_one(candidates, margin, level=None):
+def takes_one(candidates, level=None):
     """Whether any of the precisions, each with its run entries, is equivalent by tests as `choose_precision` makes."""
     level = LEVEL / len(candidates) if level is None else level
-    return any(verdict_at(entries, margin, level).startswith("equivalent") for entries in candidates)
+    return any(not not_equivalent(entries, level) for entries in candidates)
 
 
 SIZES = [
@@ -66,7 +67,7 @@ def test_a_precision_at_the_margin_is_taken_in_at_most_5_percent(quick, count, m
     """Five precisions, each worse by the margin, so every one that is taken is an error."""
     draw = np.random.default_rng(count)
     taken = sum(
-        takes_one([[entry(draw, count, margin + 0.002, 0.002, margin)] for _ in range(5)], margin) for _ in range(times)
+        takes_one([[entry(draw, count, margin + 0.002, 0.002, margin)] for _ in range(5)]) for _ in range(times)
     )
     assert taken / times <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
@@ -76,8 +77,8 @@ def test_without_the_division_the_level_is_not_kept(quick):
     draw, margin, times, undivided, divided = np.random.default_rng(8), 0.03, 60, 0, 0
     for _ in range(times):
         candidates = [[entry(draw, 1000, margin + 0.002, 0.002, margin)] for _ in range(20)]
-        undivided += takes_one(candidates, margin, LEVEL)
-        divided += takes_one(candidates, margin)
+        undivided += takes_one(candidates, LEVEL)
+        divided += takes_one(candidates)
     assert undivided / times > 0.3 and divided / times <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
 
@@ -86,7 +87,7 @@ def test_one_entry_at_the_margin_among_equal_ones_keeps_the_level(quick):
     taken = 0
     for _ in range(times):
         entries = [entry(draw, 2000, 0.001, 0.001, margin, name) for name in "ab"]
-        taken += takes_one([[*entries, entry(draw, 1000, 0.032, 0.002, margin, "c")]], margin)
+        taken += takes_one([[*entries, entry(draw, 1000, 0.032, 0.002, margin, "c")]])
     assert taken / times <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
 
@@ -100,7 +101,7 @@ def test_perplexities_at_the_margin_keep_the_level_and_equal_ones_are_taken():
             weights = draw.integers(500, 5000, 100).astype(float)
             losses = 3 * weights, 3 * weights + weights * (mean + 0.002 * math.sqrt(100) * draw.normal(size=100))
             wiki = judged("word_perplexity", -losses[0], -losses[1], weights, margin)
-            found.append(takes_one([[wiki], [wiki]], margin))
+            found.append(takes_one([[wiki], [wiki]]))
         taken[mean] = np.mean(found)
     assert taken[0.0] >= 0.8 and taken[math.log1p(margin)] <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
@@ -108,10 +109,15 @@ def test_perplexities_at_the_margin_keep_the_level_and_equal_ones_are_taken():
 def test_what_is_not_decided_says_the_entry_that_needs_most():
     draw = np.random.default_rng(11)
     decided, few = entry(draw, 2000, 0.0, 0.0, 0.01, "a"), entry(draw, 100, 0.0, 0.0, 0.01, "b")
-    assert verdict_at([decided], 0.01, LEVEL) == "equivalent within 1 % or pp"
-    assert verdict_at([decided, few], 0.01, LEVEL).startswith("not decided: about ")
-    assert verdict_at([decided, few], 0.01, LEVEL).endswith(" (b)")
-    assert verdict_at([decided], 0.01, 1e-30) == "not decided: a is equivalent at 5 % alone"
+
+    def said(entries, level):
+        return verdict_text(not_equivalent(entries, level), 0.01)
+
+    assert said([decided], LEVEL) == "equivalent within 1 % or pp"
+    assert said([decided, few], LEVEL).startswith("not decided: about ") and said([decided, few], LEVEL).endswith(
+        " (b)"
+    )
+    assert said([decided], 1e-30) == "not decided: a is equivalent at 5 % alone"
 
 
 # ---- costs, sentences and the command ----
