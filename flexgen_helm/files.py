@@ -33,8 +33,12 @@ def require_writable(path: Path, name: str, remedy: str = "") -> None:
     blocked = next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None)
     if blocked is not None:
         raise UsageError(f"{name} {path} cannot be written: {blocked} is a file")
+    folder = existing_folder(path)
+    for part in path.absolute().relative_to(folder.absolute()).parts:
+        with suppress(FileNotFoundError):  # a name that is too long is told only in a folder that is there
+            os.stat(folder / part)
     try:
-        with tempfile.TemporaryFile(dir=existing_folder(path)):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UsageError(f"{name} {path} cannot be written: {error.strerror}{remedy and f'; {remedy}'}") from error
