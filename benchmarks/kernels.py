@@ -35,7 +35,7 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int, cold_bytes: int 
     import torch
 
     from flexgen_helm.offload.linear import tiled_linear
-    from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
+    from flexgen_helm.planner.placement import HOST_UPCAST_ELEMENTS
     from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
     from flexgen_helm.quant.packing import quantize
     from flexgen_helm.quant.precisions import PRECISIONS

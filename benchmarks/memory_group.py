@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.control_groups import MOUNTS, OWN, memory_groups
+from flexgen_helm.hardware.host_memory import MOUNTS, OWN, memory_groups
 
 _serials = itertools.count()
 

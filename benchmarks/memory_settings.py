@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.placement import Machine, StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.weight_placement import Placement, place_weights
 

@@ -41,7 +41,7 @@ from flexgen_helm.benchmarks.roofline import (
     measure_rates,
     operation_seconds,
 )
-from flexgen_helm.planner.constants import MAX_BATCH_TOKENS
+from flexgen_helm.planner.placement import MAX_BATCH_TOKENS
 from flexgen_helm.report.throughput import versions
 
 IN_MEMORY, OFFLOADED, ROW_BY_ROW = "in memory", "offloaded", "row by row"

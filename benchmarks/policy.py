@@ -23,12 +23,11 @@ from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.planner import workload as planner_workload
+from flexgen_helm.planner import policy as planner_policy
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import ROW, ZIGZAG, Policy, Schedule
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
 from flexgen_helm.planner.search import search
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import MemoryLimits
@@ -152,7 +151,7 @@ CORRECTION_CASES = (
 
 def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
     """Correct the profile five times by the same run; each correction closes half of the difference."""
-    from flexgen_helm.planner.learning import corrected, corrections
+    from flexgen_helm.planner.planner import corrected, corrections
 
     (record,) = run_case(workload, case, 1, options)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
@@ -190,7 +189,7 @@ def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> Pla
     config, dtype = read_model_config(workload.model)
     if device == "sim" and profile.gpu is None:
         profile = simulated_gpu(profile, workload.link_gb_s)
-    lengths = planner_workload.Workload.uniform(workload.prompt, workload.output, workload.sequences)
+    lengths = planner_policy.Workload.uniform(workload.prompt, workload.output, workload.sequences)
     limits = MemoryLimits(**workload.limits(device))
     return planning_problem(config, profile, lengths, storage_dtype=dtype, limits=limits)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.models.config import HEAD, ModelConfig, layer_stage, stage_tensor_shapes
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES
+from flexgen_helm.planner.placement import BLOCK_SEQUENCES
 
 _DISK_CHUNK = 16 << 20
 _DISK_THREADS = 2

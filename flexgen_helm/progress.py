@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from flexgen_helm.files import count, duration, size
 from flexgen_helm.request import Progress
-from flexgen_helm.units import count, duration, size
 
 PhaseName = Literal[
     "start",

@@ -32,7 +32,7 @@ from flexgen_helm.checkpoint.names import (
     resolve,
 )
 from flexgen_helm.errors import UsageError
-from flexgen_helm.suggestions import closest, listed, question
+from flexgen_helm.files import closest, listed, question
 
 # By name, because importing the class would bring HELM's client machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"

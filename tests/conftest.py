@@ -134,4 +134,4 @@ def all_fast_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's least size is more than all weights of a tiny model."""
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 17)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 17)

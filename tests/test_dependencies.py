@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from flexgen_helm.checkpoint.pickles import OLDEST_TORCH
+from flexgen_helm.checkpoint.convert import OLDEST_TORCH
 from tests.helpers.paths import ROOT
 
 SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")

@@ -159,8 +159,8 @@ def test_values_without_a_text_of_their_own_are_refused() -> None:
 def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexgen_helm import Engine, Policy
     from flexgen_helm.engine import fingerprint as module
-    from flexgen_helm.offload.at_rest import WeightsAtRest
     from flexgen_helm.offload.disk import WeightFiles
+    from flexgen_helm.offload.matrices import WeightsAtRest
 
     monkeypatch.setattr(module, "RESULTS_VERSION", 4)
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
@@ -189,8 +189,8 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
 def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inverse: the guard of the test above can fail."""
     from flexgen_helm import Engine, Policy
-    from flexgen_helm.offload.at_rest import WeightsAtRest
     from flexgen_helm.offload.disk import WeightFiles
+    from flexgen_helm.offload.matrices import WeightsAtRest
 
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")

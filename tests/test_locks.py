@@ -15,7 +15,7 @@ import pytest
 
 from flexgen_helm import locks
 from flexgen_helm.checkpoint.paths import state_lock, update_state
-from flexgen_helm.cli import checks
+from flexgen_helm.cli import doctor
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.locks import InUseError, locked
@@ -143,7 +143,7 @@ def test_a_disk_that_runs_out_of_locks_is_named(tmp_path: Path, monkeypatch: pyt
 def test_doctor_says_that_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     refuse(monkeypatch, code)
-    finding = checks.run_checks()["locks"]
+    finding = doctor.run_checks()["locks"]
     assert finding.status == "failed" and str(tmp_path) in finding.found and " has no locks " in finding.found
     assert finding.remedy == "Run one command at a time, or name another folder in FLEXGEN_HELM_HOME."
 

@@ -21,12 +21,12 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
 from flexgen_helm.offload.prefetcher import StagedMatrix
 from flexgen_helm.offload.staging import RingSlot
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
-from flexgen_helm.suggestions import closest
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -178,7 +178,7 @@ def test_a_file_is_seen_that_is_given_a_value() -> None:
     def work() -> object:
         return closest("smolm", ["smollm2", "opt-125m"])
 
-    assert files_given(lambda value: value == "smolm", work) == {"suggestions.py"}
+    assert files_given(lambda value: value == "smolm", work) == {"files.py"}
     assert files_given(lambda value: value == "another", work) == set()
 
 
@@ -214,7 +214,7 @@ def climbs_of(work: Callable[[], object], order: list[str]) -> set[tuple[str, st
 
 def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, monkeypatch) -> None:
     """Streamed weights, so that the run is searched; and it is compared, so that it teaches."""
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path, page = tiny("llama").path, PAGE.read_text()
     limit = int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
     prompts = [[2 + (5 * place + i) % 300 for i in range(12)] for place in range(9)]
@@ -228,9 +228,8 @@ def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, mon
 
 def test_a_call_upwards_is_seen() -> None:
     """Turned upside down, the order makes a climb of a call that goes down."""
-    from flexgen_helm.planner.policy import Policy
+    from flexgen_helm.planner.policy import ZIGZAG, Policy
     from flexgen_helm.planner.predict import predict
-    from flexgen_helm.planner.schedules import ZIGZAG
     from tests.helpers.planning_problems import small
 
     order = order_of_packages(PAGE.read_text())

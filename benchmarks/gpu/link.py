@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
-from flexgen_helm.offload.copy_engine import CudaCopyEngine, _RegisteredPages
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine, _RegisteredPages
 
 _PINNED = GIB >> 6 if FAKE else 2 * GIB
 _LARGEST = (1 if FAKE else 256) << 20

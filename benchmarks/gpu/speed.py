@@ -22,9 +22,9 @@ from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
 from flexgen_helm.engine.machine_profile import profile_named
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.offload.matrices import MatrixLoader
-from flexgen_helm.offload.rate_limit import RateLimit
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine
+from flexgen_helm.offload.transfer_stats import RateLimit
 from flexgen_helm.quant.packing import quantize
 
 _PROMPT, _OUTPUT = (8, 3) if FAKE else (512, 32)

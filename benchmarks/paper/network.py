@@ -25,12 +25,10 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
 MBIT = 1e6 / 8

@@ -11,10 +11,9 @@ from flexgen_helm.benchmarks.paper.systems import SYSTEMS
 from flexgen_helm.benchmarks.paper.tables import full_memory, hardware_of, predict_row
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.planner.policy import ZIGZAG, Workload
 from flexgen_helm.planner.predict import CostEstimate
-from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
 _MODELS = ("opt-6.7b", "opt-30b", "opt-175b")

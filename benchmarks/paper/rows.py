@@ -20,13 +20,10 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.cost_model import PassTimes, block_costs
-from flexgen_helm.planner.linear_program import Solution
-from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.schedules import ZIGZAG
-from flexgen_helm.planner.search import search
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.policy import ZIGZAG, Workload
+from flexgen_helm.planner.problem import CACHE, HIDDEN, WEIGHTS, Affine, BlockShape, fraction_vector
+from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import FP16, Precision
 
 PAPER = Path(__file__).parent

@@ -17,16 +17,14 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, COMPRESSED_WEIGHTS
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.plan import Spread, spread_of
+from flexgen_helm.planner.policy import SCHEDULES, ZIGZAG, Policy, Schedule, Workload
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG, Schedule
-from flexgen_helm.planner.spread import Spread, spread_of
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16, Precision
-from flexgen_helm.units import count
 
 # A smaller figure with two decimals is too coarse to compare with.
 MIN_TOKENS_PER_S = 0.05

@@ -16,9 +16,9 @@ from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry, 
 from flexgen_helm.checkpoint.folder import CONFIG, read_config, read_json
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import UnknownModelError, UsageError
+from flexgen_helm.files import closest, listed
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.suggestions import closest, listed
 
 # What HELM's names of our models begin with.
 PREFIX = "flexgen/"

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.ranks import rank_of_process
+from flexgen_helm.hardware.process_state import rank_of_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,12 +16,11 @@ from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
-from flexgen_helm.cli.engine_flags import with_engine_flags
+from flexgen_helm.cli.engine_flags import Command, Group, help_text, with_engine_flags
 from flexgen_helm.cli.entries import entries
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
-from flexgen_helm.cli.help import Command, Group, help_text
 from flexgen_helm.cli.lm_eval import lm_eval
 from flexgen_helm.cli.models import models
 from flexgen_helm.cli.perplexity import perplexity

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import read_input, say
-from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.engine_flags import check_engine_flags, complete_model
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
+from flexgen_helm.files import count
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
@@ -32,7 +32,6 @@ from flexgen_helm.harnesses.openai_formats import (
     to_requests,
 )
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.service.models import ModelArguments, ModelReader

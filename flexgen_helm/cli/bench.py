@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.completion import complete_benchmark
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_json
-from flexgen_helm.cli.engine_flags import check_engine_flags
-from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
+from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, OutFile, check_engine_flags, complete_benchmark
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from flexgen_helm.cli.console import output, print_json, print_rows, say
-from flexgen_helm.cli.flags import JsonFlag
+from flexgen_helm.cli.engine_flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.units import count, size
+from flexgen_helm.files import count, size
 
 _DAY_S = 86_400.0
 

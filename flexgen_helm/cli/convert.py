@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json
-from flexgen_helm.cli.flags import JsonFlag, Revision
+from flexgen_helm.cli.engine_flags import JsonFlag, Revision, complete_model
 
 
 def convert(

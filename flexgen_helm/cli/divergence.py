@@ -12,13 +12,19 @@ import typer
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.cli.console import print_json, say
-from flexgen_helm.cli.engine_flags import check_engine_flags, load_engine
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
+from flexgen_helm.cli.engine_flags import (
+    DEFAULT_OUTPUT,
+    JsonFlag,
+    ModelName,
+    OutputPath,
+    check_engine_flags,
+    load_engine,
+)
 from flexgen_helm.cli.perplexity import MaxWindows, read_text, scoring_requests
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import count
 from flexgen_helm.quant.precisions import precision_named, split_precisions
-from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts

@@ -5,24 +5,63 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from flexgen_helm.cli.completion import complete_from
 from flexgen_helm.cli.console import say
 from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import require_writable
-from flexgen_helm.hardware.control_groups import host_memory, lacking_address_space
+from flexgen_helm.files import require_writable, size, size_argument
 from flexgen_helm.hardware.cuda import require_cuda, why_no_cuda
+from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import size, size_argument
 
 if TYPE_CHECKING:
+    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.engine.engine import Engine
+
+
+# Values that shell completion offers. Each function imports little, because a shell waits for it.
+
+
+def complete_from(values: Iterable[str]) -> Callable[[str], list[str]]:
+    """Complete one of `values`, or the last of a list with commas between."""
+
+    def complete(incomplete: str) -> list[str]:
+        earlier, comma, last = incomplete.rpartition(",")
+        return [f"{earlier}{comma}{value}" for value in values if value.startswith(last)]
+
+    return complete
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Complete a name of the catalog. A shell completes folders and files by itself."""
+    from flexgen_helm.checkpoint.catalog import CATALOG
+
+    return [name for name in CATALOG if name.startswith(incomplete)]
+
+
+def complete_helm_models(incomplete: str) -> list[str]:
+    """Complete the name that HELM knows a model of the catalog by."""
+    return [name for name in map("flexgen/{}".format, complete_model("")) if name.startswith(incomplete)]
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Complete the name of a machine."""
+    from flexgen_helm.hardware.profile import shipped_profiles
+
+    return [name for name in ("measured", *shipped_profiles()) if name.startswith(incomplete)]
+
+
+def complete_benchmark(incomplete: str) -> list[str]:
+    """Complete the name of a benchmark."""
+    from flexgen_helm.benchmarks import KNOWN
+
+    return [name for name in KNOWN if name.startswith(incomplete)]
 
 
 ENGINE_FLAGS = tuple(flag.name for _, flag in FLAGS.values())
@@ -137,3 +176,158 @@ def load_engine(model: str, options: EngineOptions) -> Engine:
     from flexgen_helm.engine.engine import Engine
 
     return Engine.from_config(model, config)
+
+
+# Arguments and flags that several commands have; the engine flags are in `engine_flags`.
+
+
+def _refuse_both(context: typer.Context, value: bool) -> bool:
+    # click has already stored the flag that came first.
+    if value and (context.params.get("as_json") or context.params.get("as_csv")):
+        raise UsageError("--json and --csv exclude each other; leave one of them out")
+    return value
+
+
+def require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a file in a folder that does not exist, before anything is computed."""
+    if value is not None and not value.parent.is_dir():
+        raise UsageError(f"--{parameter.name} {value}: there is no folder {value.parent}")
+    return value
+
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name of the catalog, org--repo of the Hugging Face hub, folder, or .gguf file.",
+        autocompletion=complete_model,
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of the hub's repository.")
+]
+# The parameters of a command must be named `as_json` and `as_csv`.
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead.", callback=_refuse_both)]
+CsvFlag = Annotated[bool, typer.Option("--csv", help="Print the table as CSV instead.", callback=_refuse_both)]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON there.", callback=require_folder),
+]
+SuiteName = Annotated[str, typer.Option("--suite", metavar="NAME", help="Name of the suite, as given to run.")]
+OutputPath = Annotated[
+    Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
+]
+DEFAULT_OUTPUT = Path("benchmark_output")
+
+
+# The flags of `flexgen-helm run` for several machines.
+
+_PANEL = "Several machines"
+RAY_FLAGS = ("--ray", "--ray-workers", "--ray-cores")
+
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|local|HOST:PORT",
+        help="Compute with all machines or GPUs of a Ray cluster: the one that this machine is part of (auto), one of "
+        "this machine alone that is started for this run (local), or the one at an address.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+RayWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--ray-workers",
+        metavar="N",
+        help="Most workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or for each "
+        "machine of a cluster without GPUs.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+RayCores = Annotated[
+    int | None,
+    typer.Option(
+        "--ray-cores",
+        metavar="N",
+        help="Cores of each worker, so that several share a machine and its memory. Default: all of a machine, or a "
+        "GPU's share of them.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def ray_session(address: str | None, workers: int | None, cores: int | None) -> RaySession | None:
+    """Return what the flags say, None without `--ray`. Raises `UsageError` for what cannot be used."""
+    if address is None:
+        if workers is not None or cores is not None:
+            raise UsageError("--ray-workers and --ray-cores need --ray; write for example --ray auto")
+        return None
+    from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession
+
+    return RaySession(RayOptions(address, workers, cores))
+
+
+# Commands as typer makes them: switches without a value's placeholder, no option twice, help that fills the lines.
+
+
+def help_text(docstring: str) -> str:
+    """Return a docstring with each paragraph on one line; one with indented lines keeps its lines."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(text if "\n " in text else " ".join(text.split()) for text in paragraphs)
+
+
+def refuse_twice(options: Iterable[str]) -> None:
+    """Raise `UsageError` for an option that is given more than once and takes one value: parsers take the last."""
+    seen: set[str] = set()
+    for option in options:
+        if option in seen:
+            raise UsageError(f"{option} is given twice, and only the last would count; give it once")
+        seen.add(option)
+
+
+class Command(TyperCommand):
+    """A command whose switches show no `<bool>`, and whose help may have brackets, as `flexgen-helm[serve]` has."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rich.markup import escape
+
+        text, self.help = self.help, escape(self.help or "")
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.help = text
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            parsed = parse(args)
+            if not ctx.resilient_parsing:  # completion
+                single = [param for param in parsed[2] if not (param.multiple or getattr(param, "is_flag", False))]
+                refuse_twice(max(param.opts, key=len) for param in single if param.param_type_name == "option")
+            return parsed
+
+        vars(parser)["parse_args"] = parse_once
+        return parser
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for the root's own switches."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
+from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
 

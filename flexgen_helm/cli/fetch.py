@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, say
-from flexgen_helm.cli.flags import JsonFlag, ModelName, Revision
+from flexgen_helm.cli.engine_flags import JsonFlag, ModelName, Revision
 
 
 def fetch(

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 import typer
 
 from flexgen_helm.cli.console import read_input, say
-from flexgen_helm.cli.engine_flags import load_engine
-from flexgen_helm.cli.flags import ModelName
+from flexgen_helm.cli.engine_flags import ModelName, load_engine
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.files import replace_text
+from flexgen_helm.files import count, question, replace_text
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
-from flexgen_helm.suggestions import question
-from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -14,12 +14,9 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from flexgen_helm.cli.completion import complete_helm_models
-from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
-from flexgen_helm.cli.help import Command, refuse_twice
-from flexgen_helm.cli.ray_flags import RAY_FLAGS
+from flexgen_helm.cli.engine_flags import ENGINE_FLAGS, RAY_FLAGS, Command, complete_helm_models, refuse_twice
 from flexgen_helm.errors import UsageError
-from flexgen_helm.suggestions import closest, listed
+from flexgen_helm.files import closest, listed
 
 _PANEL, _RARE_PANEL = "HELM", "HELM, rarely needed"
 

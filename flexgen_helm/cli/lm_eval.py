@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import typer
 
-from flexgen_helm.cli.help import refuse_twice
+from flexgen_helm.cli.engine_flags import refuse_twice
 from flexgen_helm.errors import Interrupted, UsageError
 
 # Ends of the harness's flags whose values it joins.

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_rows
-from flexgen_helm.cli.flags import CsvFlag, JsonFlag
+from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag
 from flexgen_helm.errors import FlexgenError, UnknownModelError
-from flexgen_helm.units import size
+from flexgen_helm.files import size
 
 if TYPE_CHECKING:
     from flexgen_helm.checkpoint.names import ResolvedModel
-    from flexgen_helm.planner.fit import Fit
     from flexgen_helm.planner.placement import Tier
+    from flexgen_helm.planner.weight_placement import Fit
 
 _PRECISIONS = ("fp16", "4bit")
 _SHORT: dict[Fit, str] = {
@@ -79,7 +79,7 @@ def models(
     rows = list_models(machine, pattern or "")
     if pattern and not rows:
         from flexgen_helm.checkpoint.names import close_names
-        from flexgen_helm.suggestions import listed
+        from flexgen_helm.files import listed
 
         close = close_names(pattern)
         question = f"did you mean {listed(close)}?" if close else "`flexgen-helm models` lists all names"
@@ -109,7 +109,7 @@ def this_machine() -> Machine:
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder
-    from flexgen_helm.hardware.control_groups import host_memory
+    from flexgen_helm.hardware.host_memory import host_memory
     from flexgen_helm.planner.problem import without_margin
 
     folder = state_dir() / "offload"
@@ -146,7 +146,7 @@ def _row(name: str, machine: Machine, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import local_weights
     from flexgen_helm.checkpoint.names import read_model_config, resolve
-    from flexgen_helm.planner.fit import fit, weight_bytes
+    from flexgen_helm.planner.weight_placement import fit, weight_bytes
     from flexgen_helm.quant.precisions import PRECISIONS
 
     model, config, is_here = None, None, None

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexgen_helm.cli.console import print_json, read_input
-from flexgen_helm.cli.engine_flags import load_engine
-from flexgen_helm.cli.flags import JsonFlag, ModelName
+from flexgen_helm.cli.engine_flags import JsonFlag, ModelName, load_engine
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.request import GenerationRequest, GenerationResult

@@ -3,28 +3,139 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
-from flexgen_helm.cli.engine_flags import to_arguments
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, require_folder
-from flexgen_helm.cli.plan_problem import precision_name, problem_for, profile_for
+from flexgen_helm.cli.engine_flags import (
+    DEFAULT_OUTPUT,
+    CsvFlag,
+    JsonFlag,
+    OutputPath,
+    complete_hardware,
+    complete_model,
+    require_folder,
+    say_what_limits_lack,
+    to_arguments,
+)
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.planner.schedules import AUTOMATIC
-from flexgen_helm.units import count, rate_text, size, spelled_duration
+from flexgen_helm.files import count, existing_folder, rate_text, require_writable, size, spelled_duration
+from flexgen_helm.planner.policy import AUTOMATIC
 
 if TYPE_CHECKING:
     import pandas
 
+    from flexgen_helm.hardware.profile import HardwareProfile
     from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
+
+
+# What `flexgen-helm plan` plans for: the model, the machine and the limits that its flags name.
+
+
+def precision_name(config: EngineConfig, model: str) -> str:
+    """Return the precision of the flags or of the model's name."""
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.quant.precisions import Precision, precision_named
+
+    assert not isinstance(config.precision, Precision)  # flags are text
+    return precision_named(config.precision or str(resolve(model).options.get("precision", "fp16"))).name
+
+
+def problem_for(
+    config: EngineConfig,
+    model: str,
+    prompt_len: int,
+    gen_len: int,
+    num_seqs: int | None,
+    hardware: str,
+    precision: str,
+    stages: int,
+) -> PlanningProblem:
+    from flexgen_helm.checkpoint.names import read_model_config
+    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+    from flexgen_helm.planner.policy import Workload
+    from flexgen_helm.planner.problem import MEASURED
+
+    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
+    model_config, dtype = read_model_config(model)
+    if prompt_len + gen_len > model_config.max_positions:
+        raise UsageError(
+            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
+        )
+    profile = profile_for(config, hardware)
+    machine = "this machine" if profile.name == MEASURED else profile.name
+    if config.device == "sim":
+        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
+    elif config.device.startswith("cpu"):
+        profile = replace(profile, gpu=None, link=None)
+    elif config.device.startswith("cuda") and profile.gpu is None:
+        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
+    say_what_limits_lack(config.limits, profile.gpu is not None, profile.cpu.memory_bytes, machine)
+    problem = planning_problem(
+        model_config,
+        profile,
+        Workload.uniform(prompt_len, gen_len, num_seqs or 1),
+        precision=precision,
+        storage_dtype=dtype,
+        limits=config.limits,
+        overlap=config.overlap,
+        cpu_attention=config.cpu_attention,
+        endless=num_seqs is None,
+        counts_workspace=config.device != "sim",
+    )
+    problem = replace(problem, stages=stages)
+    return _with_room_of_weights(problem, config, model) if hardware == "measured" else problem
+
+
+def _with_room_of_weights(problem: PlanningProblem, config: EngineConfig, model: str) -> PlanningProblem:
+    """Return the problem with more disk where this machine's disk has weights of the model already, as a run has."""
+    memory = sum(problem.limits[tier] for tier in ("gpu", "cpu"))
+    if config.fixed_policy is None and problem.stored_bytes <= memory:
+        return problem  # and PyTorch, which opens weights, is not imported
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.offload.matrices import bytes_at_rest
+
+    disk, limit = problem.hardware.disk, config.limits.disk
+    at_rest = bytes_at_rest(
+        resolve(model), problem.precision, _offload_folder(config), limit is None, config.weights, config.seed
+    )
+    if not at_rest:
+        return problem
+    say(f"the disk has {size(at_rest)} of these weights already, which need no more room")
+    hardware = replace(problem.hardware, disk=replace(disk, bytes=disk.bytes + at_rest))
+    limits = {**problem.limits, "disk": problem.limits["disk"] + at_rest}
+    return replace(problem, hardware=hardware, limits=limits)
+
+
+def _offload_folder(config: EngineConfig) -> Path:
+    from flexgen_helm.checkpoint.paths import state_dir
+
+    return state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
+
+
+def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
+    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
+    from flexgen_helm.engine.machine_profile import measured_profile, profile_named
+
+    if hardware != "measured":
+        if config.offload_dir is not None:
+            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
+        return profile_named(hardware)
+    folder = _offload_folder(config)
+    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
+    profile = measured_profile(folder=folder)
+    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
+
 
 # Points of a frontier, from the quickest block to the best one.
 _POINTS = 12
@@ -240,10 +351,9 @@ def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | N
 
 def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None) -> None:
     from flexgen_helm.checkpoint.names import quantized_by
-    from flexgen_helm.planner.affine import fraction_vector
-    from flexgen_helm.planner.fit import weight_bytes
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.planner.problem import MEASURED, fraction_vector
+    from flexgen_helm.planner.weight_placement import weight_bytes
     from flexgen_helm.quant.precisions import PRECISIONS
 
     problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
@@ -319,8 +429,8 @@ def _placement_table(made: Plan) -> pandas.DataFrame:
     """Shares and bytes by tier."""
     import pandas
 
-    from flexgen_helm.planner.affine import fractions_by_kind
     from flexgen_helm.planner.predict import placed_fractions
+    from flexgen_helm.planner.problem import fractions_by_kind
 
     problem, memory = made.problem, made.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
@@ -350,7 +460,7 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
     """Print the points of the frontier, and draw them."""
     import pandas
 
-    from flexgen_helm.planner.frontier import frontier_points
+    from flexgen_helm.planner.search import frontier_points
     from flexgen_helm.report.tables import frontier_table
 
     points = frontier_points(problem, _POINTS)

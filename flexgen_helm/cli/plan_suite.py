@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
-from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
     import pandas
 
+    from flexgen_helm.planner.plan import EntryWorkload, Expectation, ScenarioPlan, SuitePlan
     from flexgen_helm.planner.problem import PlanningProblem
-    from flexgen_helm.planner.suite import EntryWorkload, Expectation, ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 MOST_INSTANCES = 1000
@@ -93,7 +93,7 @@ def print_suite(
     flags: of the engine, for the command that runs it.
     compare: with other precisions.
     """
-    from flexgen_helm.planner.suite import plan_suite
+    from flexgen_helm.planner.plan import plan_suite
 
     planned = plan_suite(problem, workloads(most_instances), compare and not as_csv)
     flags = ["-m", str(most_instances), "--suite", "planned", *flags]

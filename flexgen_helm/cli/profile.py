@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, write_json
-from flexgen_helm.cli.flags import OutFile
+from flexgen_helm.cli.engine_flags import OutFile
 
 
 def profile(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from flexgen_helm.errors import Interrupted, PipelineError
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.process_state import Rank
 
 # torchrun ends all processes once it sees that one is lost. What the connections say comes first: it names the rank.
 _GRACE_S = 2.0

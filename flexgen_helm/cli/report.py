@@ -12,7 +12,7 @@ import typer
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.cli.console import output, print_csv, print_json, say, write_file, write_json
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
+from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
 from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,12 +89,11 @@ def compare(
       flexgen-helm compare --suite first
     """
     from flexgen_helm.report.choice import choose_precisions
-    from flexgen_helm.report.comparison import compare_runs, comparison_to_json, with_baseline
-    from flexgen_helm.report.comparison_tables import comparisons_frame
+    from flexgen_helm.report.comparison import compare_runs, comparison_to_json, flip_groups, with_baseline
     from flexgen_helm.report.divergence import read_divergence
-    from flexgen_helm.report.flips import flip_groups
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite, read_finished_runs
+    from flexgen_helm.report.tables import comparisons_frame
 
     if not 0 < margin < 50:
         raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")

@@ -19,21 +19,25 @@ import typer
 
 from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import check_engine_flags
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT
+from flexgen_helm.cli.engine_flags import (
+    DEFAULT_OUTPUT,
+    RayAddress,
+    RayCores,
+    RayWorkers,
+    check_engine_flags,
+    ray_session,
+)
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
-from flexgen_helm.cli.ray_flags import RayAddress, RayCores, RayWorkers, ray_session
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import read_object, require_writable
+from flexgen_helm.files import count, duration, read_object, require_writable
 from flexgen_helm.hardware.cuda import why_no_cuda
 from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
-from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
@@ -124,8 +128,7 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
     from flexgen_helm.checkpoint.names import read_model_config
-    from flexgen_helm.planner.machine import Machine
-    from flexgen_helm.planner.placement import StorageSizes
+    from flexgen_helm.planner.placement import Machine, StorageSizes
     from flexgen_helm.planner.weight_placement import least_limit, require_least_memory
 
     refused: dict[int, MemoryLimitError] = {}

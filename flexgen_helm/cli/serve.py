@@ -13,14 +13,13 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import check_engine_flags
-from flexgen_helm.cli.flags import ModelName
+from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
+from flexgen_helm.files import count, spelled_duration
 from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
-from flexgen_helm.units import count, spelled_duration
 
 KEY_VARIABLE = "FLEXGEN_HELM_SERVE_KEY"
 _MIN_KEY_CHARACTERS = 16

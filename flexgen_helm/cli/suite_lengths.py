@@ -12,10 +12,10 @@ from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.suite import EntryWorkload
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.plan import EntryWorkload
+from flexgen_helm.planner.policy import Workload
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.report.run_files import STATE_FILE
+from flexgen_helm.report.answers import STATE_FILE
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
 from flexgen_helm.runs.lengths import ASSUMED_FACTOR, EntryLengths, lengths_of
@@ -109,7 +109,7 @@ class PromptReader:
     """
 
     def __init__(self, config: ModelConfig, device: str, cache_format: CacheFormat | None) -> None:
-        from flexgen_helm.scheduling.prefix_cost import prefix_cost
+        from flexgen_helm.scheduling.prefix_tree import prefix_cost
         from flexgen_helm.service.models import ModelReader
 
         self._config, self._cache_format = config, cache_format
@@ -118,7 +118,7 @@ class PromptReader:
 
     def workload(self, entry: str, file: Path) -> EntryWorkload:
         """Return what the requests in HELM's file ask. Raises `UsageError` for a file that cannot be used."""
-        from flexgen_helm.planner.schedules import ROW
+        from flexgen_helm.planner.policy import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
 
         states = read_object(file).get("request_states", ())

@@ -126,7 +126,7 @@ def _own_limits(config: EngineConfig, share: float) -> EngineConfig:
         return config
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.device import tier_capacities
-    from flexgen_helm.hardware.control_groups import host_memory
+    from flexgen_helm.hardware.host_memory import host_memory
     from flexgen_helm.planner.problem import without_margin
 
     folder = Path(config.offload_dir) if config.offload_dir is not None else state_dir() / "offload"

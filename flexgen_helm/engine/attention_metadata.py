@@ -9,6 +9,7 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, islice
@@ -16,7 +17,6 @@ from itertools import chain, groupby, islice
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kernels.attention import (
     Segments,
     SegmentTable,
@@ -27,7 +27,7 @@ from flexgen_helm.kernels.attention import (
 )
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
+from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import (
     DecodePart,
     PrefixPart,
@@ -36,11 +36,41 @@ from flexgen_helm.kv_cache.visibility import (
     query_chunks,
     whole_part,
 )
-from flexgen_helm.models import attention, sparse
+from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
+
+# Small tensors of a batch: token ids, positions, indices, sampling parameters. They reach the device in one copy.
+
+Numbers = SequenceOf[SequenceOf[int]]
+
+
+def host_and_device(
+    device: torch.device, integers: Numbers, floats: SequenceOf[SequenceOf[float]] = ()
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return lists of numbers as tensors on the host and on the device: first int64, then float64.
+
+    The copy is from pinned memory, so that the host does not wait for it. If the host computes, there is none.
+    """
+    flat = torch.tensor([*chain.from_iterable(integers)], dtype=torch.int64)
+    if floats:
+        flat = torch.cat((flat, torch.tensor([*chain.from_iterable(floats)], dtype=torch.float64).view(torch.int64)))
+    copied = flat
+    if device.type != "cpu":
+        flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+        copied = flat.to(device, non_blocking=True)
+    sizes = [len(numbers) for numbers in (*integers, *floats)]
+    host, on_device = (
+        tuple(
+            part if number < len(integers) else part.view(torch.float64)
+            for number, part in enumerate(tensor.split(sizes))
+        )
+        for tensor in (flat, copied)
+    )
+    return host, on_device
+
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
 # the link faster than a processor attends to them. Fewer queries are sent to the host instead.
@@ -75,7 +105,7 @@ class PromptAttention:
         chunks = query_chunks(q.shape[0], start, window, fmt, q.device, mask_dtype(q.device, q.dtype))
         older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
-            return sparse.attend_top_k(q, older, (k, v), config, chunks)
+            return attention.attend_top_k(q, older, (k, v), config, chunks)
         return attention.attend_two_versions(q, older, (k, v), config, chunks)
 
 
@@ -132,7 +162,7 @@ class DecodeAttention:
         if part.is_sparse:
             keys, mask, counts = cache.read_keys(self.block, layer, part), visible.mask, visible.num_selected
             assert mask is not None and counts is not None
-            top_k = sparse.select_top_k(q, keys, config, positions, mask, counts, visible.max_selected)
+            top_k = attention.select_top_k(q, keys, config, positions, mask, counts, visible.max_selected)
             return top_k.attend(cache.read_selected(self.block, layer, part, top_k))
         keys, values = cache.read(self.block, layer, part)
         return attention.attend_cached(

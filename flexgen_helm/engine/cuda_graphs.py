@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flexgen_helm.models.decoder import Attend, Decoder, Rotary, StageWeights
 from flexgen_helm.models.decoder_config import RopeConfig
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.planner.constants import GRAPH_ROWS
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.planner.placement import GRAPH_ROWS
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 

@@ -10,19 +10,17 @@ import torch
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import existing_folder
-from flexgen_helm.hardware.control_groups import host_memory
-from flexgen_helm.hardware.fast_paths import HALVES, switched_off
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.files import exact_size, existing_folder, size
+from flexgen_helm.hardware.host_memory import host_memory
+from flexgen_helm.hardware.process_state import HALVES, Rank, switched_off
 from flexgen_helm.models.architectures import overflows_float16
-from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
+from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
 from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import exact_size, size
 
 
 def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:

@@ -17,7 +17,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.engine import Engine
 from flexgen_helm.engine.proof import difference, reference, requests, scratch
-from flexgen_helm.hardware.fast_paths import (
+from flexgen_helm.hardware.process_state import (
     ATTENTION,
     COPIES,
     GRAPHS,
@@ -25,12 +25,12 @@ from flexgen_helm.hardware.fast_paths import (
     PLAIN,
     REGISTERED,
     TRITON,
+    exact_products,
     switched_off,
 )
-from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, attend_unfused
 from flexgen_helm.models.miniature import VOCABULARY
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch, quantized_matmul
 from flexgen_helm.quant.packing import quantize

@@ -26,7 +26,7 @@ import torch
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.engine.proof import alone, own_digest
 from flexgen_helm.errors import UnprovedModelError
-from flexgen_helm.hardware.fast_paths import FAST_PATHS, PLAIN, switch_off
+from flexgen_helm.hardware.process_state import FAST_PATHS, PLAIN, switch_off
 from flexgen_helm.progress import ProgressPhase, report
 
 DEVICES = "devices.json"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexgen_helm.engine.predictions import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.files import size
 from flexgen_helm.request import GenerationRequest
-from flexgen_helm.units import size
 
 # Elements of logits that are in float64 at once.
 _SLICE_ELEMENTS = 1 << 20

@@ -29,24 +29,22 @@ from flexgen_helm.engine.device import (
     tier_capacities,
 )
 from flexgen_helm.engine.device_trial import require_trial
-from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.logits_processors import LogitsProcessors
+from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
 from flexgen_helm.engine.predictions import OnLogits
 from flexgen_helm.engine.proof import require_proof
-from flexgen_helm.engine.results import OnResult, ResultCollector
-from flexgen_helm.engine.run import Run, finish
+from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
-from flexgen_helm.hardware.fast_paths import GRAPHS, switched_off
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.process_state import exact_products
+from flexgen_helm.hardware.process_state import GRAPHS, exact_products, switched_off
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.products import compute_dtype
@@ -55,26 +53,20 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.at_rest import WeightsAtRest
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
 from flexgen_helm.offload.transfer_stats import Span
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.constants import UNLIMITED
-from flexgen_helm.planner.layers import divide_layers
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier
+from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import Choices
+from flexgen_helm.planner.policy import ZIGZAG, Choices, divide_layers
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import into_lanes
-from flexgen_helm.scheduling.prefix_cost import prefix_cost
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
 from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
 from flexgen_helm.scheduling.sequence import Request
 

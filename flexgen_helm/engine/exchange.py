@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.process_state import Rank
 
 T = TypeVar("T")
 

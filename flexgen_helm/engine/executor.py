@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
+from flexgen_helm.engine.attention_metadata import (
+    AttentionMetadata,
+    LayerAttention,
+    build_attention_metadata,
+    host_and_device,
+)
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
-from flexgen_helm.engine.logits import greedy_tokens, log_normalizers, most_probable
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.predictions import (
     HeadOutput,
@@ -29,8 +33,7 @@ from flexgen_helm.engine.predictions import (
     num_top,
     predictions_of,
 )
-from flexgen_helm.engine.sampler import sample_tokens
-from flexgen_helm.engine.small_tensors import host_and_device
+from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -43,8 +46,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
-from flexgen_helm.scheduling.sampling import SamplingParams
-from flexgen_helm.scheduling.sequence import Batch
+from flexgen_helm.scheduling.sequence import Batch, SamplingParams
 from flexgen_helm.scheduling.work_items import WorkItem, stage_visits
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.

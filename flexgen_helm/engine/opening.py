@@ -17,9 +17,9 @@ from flexgen_helm.engine.device import compute_device, open_device, prefer_float
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.pipeline import process_exchange
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.kernels.products import compute_dtype
-from flexgen_helm.offload.copy_engine import CopyEngine
+from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
 from flexgen_helm.quant.precisions import Precision

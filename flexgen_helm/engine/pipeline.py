@@ -29,7 +29,7 @@ from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError, PipelineError
-from flexgen_helm.hardware.ranks import Rank, rank_of_process
+from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.request import GenerationRequest
 
 T = TypeVar("T")

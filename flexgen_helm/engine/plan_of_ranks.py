@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.scheduling.lanes import common_limits
 
 

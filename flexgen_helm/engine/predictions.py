@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_helm.models.config import HEAD, layer_stage
 from flexgen_helm.request import TopLogprobs
-from flexgen_helm.scheduling.sampling import SamplingParams
-from flexgen_helm.scheduling.sequence import Batch, DrawnToken, Sequence
+from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

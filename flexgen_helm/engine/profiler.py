@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.control_groups import host_memory
-from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
+from flexgen_helm.files import exact_size
+from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
-from flexgen_helm.units import exact_size
 
 if TYPE_CHECKING:
     import torch

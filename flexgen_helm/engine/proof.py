@@ -39,7 +39,7 @@ from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
-from flexgen_helm.offload.copy_engine import CopyEngine
+from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest

@@ -11,15 +11,15 @@ import psutil
 import torch
 
 from flexgen_helm.engine.device import device_name
-from flexgen_helm.hardware.fast_paths import switched_off
+from flexgen_helm.hardware.process_state import switched_off
 from flexgen_helm.kernels.products import library_flops, matmul_flops, multiplied_dtype, product_library
 from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
-from flexgen_helm.planner.experts import expected_experts, fitted_skew
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.predict import CostEstimate
+from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost

@@ -7,11 +7,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.logits import greedy_tokens
-from flexgen_helm.engine.small_tensors import host_and_device
-from flexgen_helm.planner.constants import SAMPLED_ELEMENTS
-from flexgen_helm.planner.placement import Tier
-from flexgen_helm.scheduling.sampling import SamplingParams
+from flexgen_helm.engine.attention_metadata import host_and_device
+from flexgen_helm.planner.placement import SAMPLED_ELEMENTS, Tier
+from flexgen_helm.scheduling.sequence import SamplingParams
+
+# What each row of logits says: its largest tokens, and what its log-probabilities are normalized by.
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Return the most probable token of each row, the first of equal ones; logits [R, V] -> [R]."""
+    # The same token, found more than twice as fast on a CPU.
+    return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """Return log sum exp of each row; logits [R, V] -> [R, 1]."""
+    return torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of each row and their tokens, [R, count]; logits [R, V].
+
+    The first is the token that a temperature of 0 draws, also where two are equally probable.
+    """
+    values, tokens = logits.topk(count, dim=-1)
+    greedy = greedy_tokens(logits)[:, None]
+    tokens = tokens.where(tokens != greedy, tokens[:, :1])
+    return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)
+
 
 # Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
 _NO_CHANCE = -1e4

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.files import question
 from flexgen_helm.request import (
     MAX_COMPLETIONS,
     MAX_TOP_LOGPROBS,
@@ -27,7 +28,6 @@ from flexgen_helm.request import (
     TopLogprobs,
 )
 from flexgen_helm.service.service import KeyedRequest, request_key
-from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     from flexgen_helm.service.prompt_encoder import PromptEncoder

@@ -39,6 +39,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.files import size
 from flexgen_helm.harnesses.openai_formats import (
     ENDPOINTS,
     ApiError,
@@ -56,7 +57,6 @@ from flexgen_helm.harnesses.openai_formats import (
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
-from flexgen_helm.units import size
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

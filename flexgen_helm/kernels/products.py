@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.hardware.fast_paths import HALVES, switched_off
+from flexgen_helm.hardware.process_state import HALVES, switched_off
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls, has_amx, multiplies_as_stored
 from flexgen_helm.kernels.few_rows import few_rows_matmul
 

@@ -15,22 +15,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
+from flexgen_helm.kv_cache.codec import KeysValues, NewTokens, Planes, make_codec
 from flexgen_helm.kv_cache.file_layout import file_layout
-from flexgen_helm.kv_cache.memory_planes import MemoryPlanes, SlotSource, joined
-from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
-from flexgen_helm.kv_cache.states import BlockStates
-from flexgen_helm.kv_cache.storage import DeviceStorage, DiskStorage, HostStorage, Storage
+from flexgen_helm.kv_cache.storage import (
+    BlockStates,
+    DeviceStorage,
+    DiskStorage,
+    HostStorage,
+    MemoryPlanes,
+    SlotSource,
+    Storage,
+    joined,
+)
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
+from flexgen_helm.models.attention import TopK
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.sparse import TopK
-from flexgen_helm.offload.host_pool import HostPool
-from flexgen_helm.offload.ledger import Allocation
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.transfer_manager import HostPool, TransferManager
 from flexgen_helm.offload.transfer_stats import Kind
-from flexgen_helm.planner.cache_sizes import state_bytes
-from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled
+from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled, state_bytes
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
 

@@ -12,10 +12,12 @@ Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.scheduling.sequence import CacheBlock
 
 KeysValues = tuple[Tensor, Tensor]
 Planes = tuple[Tensor, ...]
@@ -225,3 +228,96 @@ def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: to
 def total_bytes(planes: SequenceOf[Tensor]) -> int:
     """Return the bytes of some tensors."""
     return sum(plane.numel() * plane.element_size() for plane in planes)
+
+
+# Memory of caches.
+
+
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return zeros: masked positions are multiplied by 0 and must be finite.
+
+    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,
+    so a sequence that ends early never costs its whole slot. `torch.zeros` writes them all at once.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, device=device, dtype=dtype)
+
+
+# Where the new tokens of a decode step go in a cache block, known on the host and on the compute device.
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPlaces:
+    """One unit in each of some slots.
+
+    on_host, on_device: slots [n] and the number of the unit in each [n].
+    """
+
+    on_host: tuple[Tensor, Tensor]
+    on_device: tuple[Tensor, Tensor]
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return slots and units as tensors of this device."""
+        return self.on_host if device.type == "cpu" else self.on_device
+
+
+@dataclass(frozen=True, eq=False)
+class CompleteGroup:
+    """A group that the new tokens complete in some slots.
+
+    units: where it is stored.
+    window_places: [G], of its tokens in the residual window.
+    """
+
+    units: UnitPlaces
+    window_places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """One new token of each sequence of a block.
+
+    units: of the storage, where a unit is a token; None where groups are stored.
+    window_slots, window_places: [B] each, in the residual window, if there is one.
+    groups: that the tokens complete.
+    """
+
+    units: UnitPlaces | None
+    window_slots: Tensor
+    window_places: Tensor
+    groups: tuple[CompleteGroup, ...] = ()
+
+
+def new_token_lists(block: CacheBlock, codec: Codec) -> list[list[int]]:
+    """Return the numbers that `new_tokens` needs on both sides of the link: slots and units in turn."""
+    counts = [sequence.num_computed for sequence in block.sequences]
+    lists = [[*range(len(counts))], counts]
+    for last, slots in _complete_groups(counts, codec):
+        lists += [slots, [last // codec.group_tokens] * len(slots)]
+    return lists
+
+
+def new_tokens(
+    block: CacheBlock, codec: Codec, on_host: SequenceOf[Tensor], on_device: SequenceOf[Tensor]
+) -> NewTokens:
+    """Place the next tokens of a block's sequences; on_host, on_device: the lists of `new_token_lists` as tensors."""
+    slots, positions = on_device[:2]
+    if not codec.window_tokens:
+        return NewTokens(UnitPlaces((on_host[0], on_host[1]), (slots, positions)), slots, positions)
+    counts, groups = [sequence.num_computed for sequence in block.sequences], []
+    for number, (last, _) in enumerate(_complete_groups(counts, codec), 1):
+        host_slots, host_units = on_host[2 * number : 2 * number + 2]
+        device_slots, device_units = on_device[2 * number : 2 * number + 2]
+        tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=positions.device) % codec.window_tokens
+        groups.append(CompleteGroup(UnitPlaces((host_slots, host_units), (device_slots, device_units)), tokens))
+    return NewTokens(None, slots, positions % codec.window_tokens, tuple(groups))
+
+
+def _complete_groups(counts: SequenceOf[int], codec: Codec) -> Iterator[tuple[int, list[int]]]:
+    """Yield the last token of each group that the next tokens complete, and its slots: those that began together."""
+    slots: dict[int, list[int]] = {}
+    for slot, count in enumerate(counts):
+        if codec.window_tokens and (count + 1) % codec.group_tokens == 0:
+            slots.setdefault(count, []).append(slot)
+    yield from slots.items()

@@ -14,8 +14,7 @@ from math import prod
 
 import torch
 
-from flexgen_helm.kv_cache.codec import Codec, Planes, total_bytes
-from flexgen_helm.kv_cache.tensors import zeros
+from flexgen_helm.kv_cache.codec import Codec, Planes, total_bytes, zeros
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import aligned
 from flexgen_helm.scheduling.sequence import CacheBlock

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_helm.kv_cache.codec import Codec, KeysValues
-from flexgen_helm.kv_cache.new_tokens import NewTokens
-from flexgen_helm.kv_cache.tensors import zeros
+from flexgen_helm.kv_cache.codec import Codec, KeysValues, NewTokens, zeros
 from flexgen_helm.scheduling.sequence import CacheBlock
 
 

@@ -8,22 +8,172 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.kv_cache.codec import Codec, Planes, total_bytes
+from flexgen_helm.kernels.layer_rows import put_rows
+from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, UnitPlaces, total_bytes, zeros
 from flexgen_helm.kv_cache.file_layout import FileLayout
-from flexgen_helm.kv_cache.memory_planes import MemoryPlanes, empty_planes, put_units
-from flexgen_helm.kv_cache.new_tokens import UnitPlaces
 from flexgen_helm.kv_cache.transfers import BlockTransfers, Fetched
 from flexgen_helm.kv_cache.visibility import stored_extent
-from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.transfer_manager import HostPool, HostRegion, Launched, TransferManager
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+
+# The tensors of a cache block in one memory, and how slots move from block to block. Shapes: n units; see `codec`.
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSource:
+    """A run of slots to copy: `count` from `first` on, of each the first `units`."""
+
+    planes: MemoryPlanes
+    first: int
+    count: int
+    units: int
+
+
+class MemoryPlanes:
+    """The tensors of a block in one memory, one for each plane and layer.
+
+    units: of a slot.
+    """
+
+    def __init__(
+        self, codec: Codec, num_slots: int, num_layers: int, units: int, memory: torch.device | HostPool
+    ) -> None:
+        """memory: a device, or a pool of pinned host memory."""
+        self.units = units
+        self._planes, self._num_slots, self._memory = codec.planes, num_slots, memory
+        self._layers: list[Planes] = []
+        self._regions: list[HostRegion | None] = []  # of the layers that are in a pool
+        try:
+            for _ in range(num_layers):
+                self._add_layer()
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_layer(self) -> Planes:
+        shapes = [plane.memory_shape(self._num_slots, self.units) for plane in self._planes]
+        if isinstance(self._memory, torch.device):
+            made = tuple(zeros(shape, self._memory, plane.dtype) for plane, shape in zip(self._planes, shapes))
+            self._regions.append(None)
+        else:
+            sizes = [self._num_slots * self.units * plane.unit_bytes for plane in self._planes]
+            region = self._memory.take(sum(sizes), zeros=True)
+            self._regions.append(region)
+            parts = region.memory.split(sizes)
+            made = tuple(part.view(plane.dtype).view(s) for part, plane, s in zip(parts, self._planes, shapes))
+        self._layers.append(made)
+        return made
+
+    def _drop_layer(self, layer: int) -> None:
+        self._layers[layer] = ()
+        region, self._regions[layer] = self._regions[layer], None
+        if region is not None:
+            assert isinstance(self._memory, HostPool)
+            self._memory.give_back(region)
+
+    def close(self) -> None:
+        """Give all memory back; harmless when called again."""
+        for layer in range(len(self._layers)):
+            self._drop_layer(layer)
+
+    @classmethod
+    def gathered(
+        cls,
+        codec: Codec,
+        num_slots: int,
+        units: int,
+        memory: torch.device | HostPool,
+        sources: SequenceOf[SlotSource],
+    ) -> MemoryPlanes:
+        """Copy slots of other blocks, one behind the other; these lose their tensors.
+
+        At most one layer exists twice at any time.
+        """
+        made = cls(codec, num_slots, 0, units, memory)
+        others = list(dict.fromkeys(source.planes for source in sources))
+        try:
+            made._gather(others, sources)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _gather(self, others: SequenceOf[MemoryPlanes], sources: SequenceOf[SlotSource]) -> None:
+        for layer in range(len(others[0]._layers)):
+            wider = self._add_layer()
+            slot = 0
+            for source in sources:
+                slots = slice(source.first, source.first + source.count)
+                for plane, new, old in zip(self._planes, wider, source.planes._layers[layer]):
+                    target = plane.by_unit(new)[slot : slot + source.count]
+                    target[:, : source.units] = plane.by_unit(old)[slots, : source.units]
+                slot += source.count
+            for planes in others:
+                planes._drop_layer(layer)
+
+    def first_units(self, layer: int, slot: int, units: int) -> Planes:
+        """View the first units of a slot [units, *shape]."""
+        stored = zip(self._planes, self._layers[layer])
+        return tuple(plane.by_unit(data)[slot, :units] for plane, data in stored)
+
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        for place, new in zip(self.first_units(layer, slot, len(planes[0])), planes):
+            place.copy_(new)
+
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        put_units(self._planes, self._layers[layer], places, planes)
+
+    def read(self, layer: int, num_slots: int, units: int) -> Planes:
+        """View the first units of the first slots, as they lie in memory."""
+        stored = zip(self._planes, self._layers[layer])
+        return tuple(data[:num_slots].narrow(plane.unit_axis, 0, units) for plane, data in stored)
+
+    def planes(self, layer: int) -> Planes:
+        return self._layers[layer]
+
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
+        # 0, and 0 times a value that is not finite would carry one sequence's fault into its neighbours.
+        for planes in self._layers:
+            for plane, data in zip(self._planes, planes):
+                by_unit = plane.by_unit(data)
+                by_unit[target, :units] = by_unit[source, :units]
+                by_unit[target, units:stale_units] = 0
+
+
+def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
+    """Join sources of neighbouring slots, so that they are copied as one."""
+    runs: list[SlotSource] = []
+    for source in sources:
+        last = runs[-1] if runs else None
+        if last is not None and last.planes is source.planes and last.first + last.count == source.first:
+            runs[-1] = replace(last, count=last.count + source.count, units=max(last.units, source.units))
+        else:
+            runs.append(source)
+    return runs
+
+
+def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: UnitPlaces, planes: Planes) -> None:
+    """Put one unit into each of n slots; planes: the new units [n, *shape]."""
+    slots, units = places.on(stored[0].device)
+    for plane, data, new in zip(specs, stored, planes):
+        target = plane.by_unit(data)
+        if not put_rows(target, slots, units, new):
+            target[slots, units] = new
+
+
+def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:
+    return tuple(zeros(plane.memory_shape(slots, units), device, plane.dtype) for plane in specs)
+
 
 _HOST = torch.device("cpu")
 # Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is contiguous crosses
@@ -293,3 +443,62 @@ def copied_to_host(tiers: TransferManager, planes: Planes, after: Launched) -> P
     after: work that makes them.
     """
     return tuple(tiers.to_host(plane, "cache", after=after) for plane in planes)
+
+
+# States of layers that keep one of a sequence instead of its keys and values, on the compute device.
+
+
+class BlockStates:
+    """The states of one cache block: for each layer that has them two versions, [2, slots, elements] in float32."""
+
+    def __init__(self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool) -> None:
+        """elements: of each layer, 0 for one without states.
+
+        one_layer: all layers share one tensor (`KVCache`).
+        """
+        self._block, self._one_layer = block, one_layer
+        sizes = [max(elements)] if one_layer else elements
+        self._layers = [zeros((2, block.num_slots, size), device, torch.float32) if size else None for size in sizes]
+        self._elements = elements
+        self._read = [0] * len(sizes)  # the version that the last pass read
+        self._pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)  # that pass, by what was to come
+
+    def begin(self, layer: int, slot: int, state: Tensor) -> None:
+        """Store the state [1, elements] behind a prompt, in both versions."""
+        self._tensor(layer)[:, slot] = state
+
+    def newest(self, layer: int, slot: int) -> Tensor:
+        """Return the state [1, elements] of a sequence that does not decode."""
+        return self._tensor(layer)[0, slot : slot + 1]
+
+    def before(self, layer: int) -> Tensor:
+        """Return the states [B, elements] before the next token; the same for the same token."""
+        first, number = self._block.sequences[0], self._number(layer)
+        now = first, first.num_computed
+        if self._pass[number] != now:
+            self._read[number], self._pass[number] = 1 - self._read[number], now
+        return self._tensor(layer)[self._read[number], : len(self._block.sequences)]
+
+    def write(self, layer: int, states: Tensor) -> None:
+        """Store the states [B, elements] behind the token that `before` was asked for."""
+        self._tensor(layer)[1 - self._read[self._number(layer)], : len(states)] = states
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot to another."""
+        for tensor in self._layers:
+            if tensor is not None:
+                tensor[:, target] = tensor[:, source]
+
+    def copy_slot(self, target: int, other: BlockStates, source: int) -> None:
+        """Make a slot a copy of another block's, as its last pass left it."""
+        for own, theirs, read in zip(self._layers, other._layers, other._read):
+            if own is not None and theirs is not None:
+                own[:, target] = theirs[1 - read, source]
+
+    def _number(self, layer: int) -> int:
+        return 0 if self._one_layer else layer
+
+    def _tensor(self, layer: int) -> Tensor:
+        tensor = self._layers[self._number(layer)]
+        assert tensor is not None
+        return tensor[..., : self._elements[layer]]

@@ -9,9 +9,8 @@ from typing import Generic, TypeVar
 import torch
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload.copy_engine import Launched
-from flexgen_helm.offload.ledger import Allocation
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.transfer_manager import Launched, TransferManager
 from flexgen_helm.offload.transfer_stats import LinkName
 from flexgen_helm.planner.placement import MEMORY_ADVICE
 

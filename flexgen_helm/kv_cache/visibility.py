@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
-from flexgen_helm.models.attention import QueryChunk, additive_mask
+from flexgen_helm.models.attention import QueryChunk, additive_mask, num_selected, num_selected_tensor
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
-from flexgen_helm.models.sparse import num_selected, num_selected_tensor
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES
+from flexgen_helm.planner.placement import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
 

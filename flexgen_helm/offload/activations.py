@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.host_pool import HostRegion
 from flexgen_helm.offload.staging import aligned
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.transfer_manager import HostRegion, Launched, TransferManager
 from flexgen_helm.planner.placement import TIERS, Tier
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.products import linear, linear_as_stored
-from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
+from flexgen_helm.planner.placement import HOST_UPCAST_ELEMENTS
 from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import RingSlot, StagingRing, aligned
 from flexgen_helm.offload.transfer_stats import TransferStats
-from flexgen_helm.planner.constants import NUM_LOADERS
+from flexgen_helm.planner.placement import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]

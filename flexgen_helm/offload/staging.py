@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.planner.constants import ALIGNMENT
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.files import exact_size
+from flexgen_helm.planner.placement import ALIGNMENT, Tier, limit_flag
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20
@@ -164,3 +166,111 @@ class StagingRing:
         if newest.end + size <= self.capacity:
             return newest.end
         return 0 if size <= oldest.offset else None
+
+
+# The byte ledger of a tier: it records what is allocated, by kind, and enforces the tier's limit.
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes that a ledger has granted, until `Ledger.release`."""
+
+    kind: str
+    num_bytes: int
+    serial: int
+
+
+class Ledger:
+    """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
+
+    limit: bytes.
+    peak: the most bytes that were taken so far, in use, excess or spare.
+    excess: bytes that were taken beyond claims (`offload.host_pool`).
+    spare: bytes that are kept for later and make room for any claim.
+    make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
+    """
+
+    def __init__(self, tier: Tier, limit: int) -> None:
+        self.tier, self.limit, self.peak, self.excess, self.spare = tier, limit, 0, 0, 0
+        self._allocations: dict[int, Allocation] = {}
+        self._in_use = 0
+        self._serial = 0
+        self._lock = threading.Lock()
+        self.make_room: Callable[[], None] | None = None
+
+    @property
+    def in_use(self) -> int:
+        return self._in_use
+
+    @property
+    def free(self) -> int:
+        return self.limit - self._in_use - self.excess
+
+    def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
+        """Claim bytes before allocating them.
+
+        kind: 'weights', 'staging', 'buffers' (of threads that load), 'graphs', 'cache' or 'activations'.
+        ahead: they are not needed yet, so nothing makes room for them.
+
+        Raises `MemoryLimitError` and claims nothing if they exceed the limit.
+        """
+        try:
+            return self._claim(kind, num_bytes)
+        except MemoryLimitError:
+            if ahead or self.make_room is None:
+                raise
+        self.make_room()
+        return self._claim(kind, num_bytes)
+
+    def _claim(self, kind: str, num_bytes: int) -> Allocation:
+        with self._lock:
+            taken = self._in_use + self.excess
+            if taken + num_bytes > self.limit:
+                raise MemoryLimitError(
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(taken)} "
+                    f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
+                    "take a smaller block"
+                )
+            self._serial += 1
+            allocation = Allocation(kind, num_bytes, self._serial)
+            self._allocations[allocation.serial] = allocation
+            self._in_use += num_bytes
+            self.peak = max(self.peak, self._in_use + self.excess)
+            return allocation
+
+    @contextmanager
+    def claimed(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Iterator[Allocation]:
+        """Claim bytes for what the block allocates; release them if the block fails."""
+        allocation = self.claim(kind, num_bytes, ahead=ahead)
+        try:
+            yield allocation
+        except BaseException:
+            self.release(allocation)
+            raise
+
+    def release(self, allocation: Allocation) -> None:
+        with self._lock:
+            held = self._allocations.pop(allocation.serial, None)
+            assert held is not None, f"{allocation} was not held"
+            self._in_use -= allocation.num_bytes
+
+    def note_beside(self, excess: int, spare: int) -> None:
+        """Note the bytes that are taken beside the claims now."""
+        with self._lock:
+            self.excess, self.spare = excess, spare
+            self.peak = max(self.peak, self._in_use + excess + spare)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return {kind: bytes in use}."""
+        with self._lock:
+            totals: Counter[str] = Counter()
+            for allocation in self._allocations.values():
+                totals[allocation.kind] += allocation.num_bytes
+            return dict(totals)
+
+    def check(self, expected: dict[str, int] | None = None) -> None:
+        """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
+        by_kind = self.by_kind()
+        assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
+        assert self._in_use + self.excess + self.spare <= self.limit
+        assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

@@ -6,24 +6,390 @@ direction keep their order. An error of a transfer surfaces where its future is 
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.copy_engine import CopyEngine, Launched
+from flexgen_helm.files import exact_size
+from flexgen_helm.hardware.process_state import COPIES, REGISTERED, switched_off
 from flexgen_helm.offload.disk import OffloadDirectory
-from flexgen_helm.offload.host_pool import HostPool
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.rate_limit import DiskRates
-from flexgen_helm.offload.transfer_stats import Kind, TransferStats
-from flexgen_helm.planner.constants import MAX_PENDING_STORE_BYTES
-from flexgen_helm.planner.placement import Tier
+from flexgen_helm.offload.staging import ALIGNMENT, Ledger, aligned, pages
+from flexgen_helm.offload.staging import pages as unpinned
+from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, TransferStats
+from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, PINNED_EXCESS_SHARE, Tier
+from flexgen_helm.progress import Message, report
+
+# Copies between host memory and the compute device: over CUDA streams, or over a simulated link of a given bandwidth.
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+# PyTorch's segments (2 and 20 MiB for every stream) and cuBLAS's workspaces have room in any limit.
+_LEAST_LIMIT = 512 << 20
+
+# An event behind work of the device; None where there is nothing to wait for.
+Launched = torch.cuda.Event | None
+
+
+class CopyEngine(ABC):
+    """A thread has one copy under way; any thread may call.
+
+    pins: `host_memory` is pinned; False from the first refusal of the driver on.
+    """
+
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.pins = True
+        self._thread_local = threading.local()
+
+    @abstractmethod
+    def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        """Copy from host memory to `target`, which nothing reads any more; None: to new device memory."""
+
+    @abstractmethod
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device` does."""
+
+    @abstractmethod
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+        """Copy to `target` (None: new host memory), after work that was launched; None: all of it until now."""
+
+    @abstractmethod
+    def launched(self) -> Launched:
+        """Return an event behind all work that was launched on the device; None where computing is synchronous."""
+
+    @abstractmethod
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Allocate host memory [num_bytes] that copies are fast from and to."""
+
+    def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the device that copies may write to at once and products may read."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Give buffers and cached memory back."""
+        self._thread_local = threading.local()
+
+    def thread_buffer(self, num_bytes: int) -> Tensor:
+        """Return host memory [at least num_bytes] that belongs to the calling thread until its next call."""
+        buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._thread_local.buffer = self.host_memory(num_bytes)
+        return buffer
+
+
+class SimulatedCopyEngine(CopyEngine):
+    """A gpu in host memory behind a link of `in_gb_s` and `out_gb_s` (GB/s; None: not throttled)."""
+
+    def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self._in, self._out = RateLimit(in_gb_s), RateLimit(out_gb_s)
+
+    def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        return self._copy(source, target, self._in)
+
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        return self.to_device(source.index_select(0, rows))
+
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+        return self._copy(source, target, self._out)
+
+    def launched(self) -> Launched:
+        return None
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return pages(num_bytes)[:num_bytes]
+
+    def _copy(self, source: Tensor, target: Tensor | None, limit: RateLimit) -> Tensor:
+        with limit.transfer(source.nbytes):
+            return _copy_in_this_thread(source, torch.empty_like(source) if target is None else target)
+
+
+def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
+    """Copy without torch's threads, which would compete with those that compute."""
+    if not (source.is_contiguous() and target.is_contiguous()):
+        return target.copy_(source)
+    np.copyto(target.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy())
+    return target
+
+
+class CudaCopyEngine(CopyEngine):
+    """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
+
+    So the link is busy while one of several threads wakes. Only pinned memory crosses it: what is not goes through a
+    pinned buffer of the copying thread, unless the driver refuses that too. Copies are in pieces, between which small
+    ones of other threads come.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._memory_stream = torch.cuda.Stream(device)
+
+    def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        target = self.device_memory(source.shape, source.dtype) if target is None else target
+        is_pinned = source.is_contiguous() and source.is_pinned()
+        for piece, arrived in _pieces(source, target):
+            passes = is_pinned or not (buffer := self._buffer_like(piece)).is_pinned()
+            self._copy(piece if passes else buffer.copy_(piece), arrived, waits=not is_pinned)
+        if is_pinned:
+            self._wait()
+        return target
+
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
+        step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
+        for some_rows, arrived in zip(rows.split(step), target.split(step)):
+            self._copy(torch.index_select(source, 0, some_rows, out=self._buffer_like(arrived)), arrived)
+        return target
+
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+        event = after or self.launched()
+        assert event is not None
+        self._stream().wait_event(event)
+        target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
+        is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        for piece, arrived in _pieces(source, target):
+            if is_pinned or not (buffer := self._buffer_like(piece)).is_pinned():
+                self._copy(piece, arrived, waits=not is_pinned)
+            else:
+                arrived.copy_(self._copy(piece, buffer))
+        if is_pinned:
+            self._wait()
+        return target
+
+    def launched(self) -> Launched:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Of a stream without work: memory that products used before would have to wait for them.
+        with torch.cuda.stream(self._memory_stream):
+            memory = torch.empty(shape, dtype=dtype, device=self.device)
+        memory.record_stream(torch.cuda.current_stream(self.device))  # reused only behind the products that read it
+        return memory
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        if REGISTERED in switched_off:
+            self.pins = False
+            return pages(num_bytes)[:num_bytes]
+        registered = _RegisteredPages(num_bytes, self.device)
+        if self.pins and not registered.is_registered:
+            self.pins = False
+            report(
+                Message(
+                    f"the driver refuses to pin {exact_size(num_bytes)} of host memory, so copies to and from the GPU "
+                    "are about half as fast: lower --cpu-memory"
+                )
+            )
+        return torch.from_numpy(np.asarray(registered))[:num_bytes]
+
+    def limit(self, num_bytes: float) -> None:
+        """Let this process allocate no more device memory, for whatever use, until `close`; infinity: no limit.
+
+        Limits of several engines add up.
+        """
+        _limits[self] = max(num_bytes, _LEAST_LIMIT)
+        _enforce(self.device, num_bytes)
+
+    def close(self) -> None:
+        super().close()
+        _enforce(self.device, _limits.pop(self, math.inf))
+        torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
+
+    def _stream(self) -> torch.cuda.Stream:
+        if COPIES in switched_off:
+            return torch.cuda.default_stream(self.device)
+        stream: torch.cuda.Stream | None = getattr(self._thread_local, "stream", None)
+        if stream is None:
+            stream = self._thread_local.stream = torch.cuda.Stream(self.device)
+        return stream
+
+    def _copy(self, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+        with torch.cuda.stream(self._stream()):
+            target.copy_(source, non_blocking=True)
+        if waits:
+            self._wait()
+        return target
+
+    def _wait(self) -> None:
+        """Wait for this thread's copies, asleep: one that spins would take a processor from those that compute."""
+        if COPIES in switched_off:
+            torch.cuda.synchronize(self.device)
+            return
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(self._stream())
+        copied.synchronize()
+
+    def _buffer_like(self, piece: Tensor) -> Tensor:
+        return self.thread_buffer(piece.nbytes)[: piece.nbytes].view(piece.dtype).view(piece.shape)
+
+
+_limits: WeakKeyDictionary[CudaCopyEngine, float] = WeakKeyDictionary()
+
+
+def _enforce(device: torch.device, changed: float) -> None:
+    """Let PyTorch refuse what exceeds the sum of a device's limits; a program's own cap stays where none was given."""
+    index = device.index or 0
+    limits = [limit for engine, limit in list(_limits.items()) if (engine.device.index or 0) == index]
+    if min([changed, *limits]) < math.inf:
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (sum(limits) or math.inf) / total), device)
+
+
+class _RegisteredPages:
+    """Pinned host memory of exactly the pages that it needs; PyTorch's own takes the next power of two.
+
+    It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then use a buffer.
+    """
+
+    is_registered = False
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._pages, self._device = pages(num_bytes), device
+        self.__array_interface__ = self._pages.numpy().__array_interface__
+        address, size = self._pages.data_ptr(), self._pages.numel()
+        with torch.cuda.device(device):  # a thread begins with device 0, whose memory the driver would take too
+            self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+            if not self.is_registered:
+                with suppress(RuntimeError):  # the error stays this thread's last one, and the next launch reports it
+                    torch.zeros(1, device=device)
+
+    def __del__(self) -> None:
+        if self.is_registered:
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
+
+
+def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide two tensors of one shape alike, into pieces of at most `COPY_BUFFER_BYTES`."""
+    if source.nbytes <= COPY_BUFFER_BYTES:
+        if source.nbytes:
+            yield source, target
+    elif rows := COPY_BUFFER_BYTES * len(source) // source.nbytes:
+        yield from zip(source.split(rows), target.split(rows))
+    else:
+        for piece, arrived in zip(source, target):
+            yield from _pieces(piece, arrived)
+
+
+# Pinned host memory for caches and hidden states: regions that are registered once and used again.
+
+# Smaller memory is not pinned: its last page alone would exceed the share.
+SMALLEST_REGION = int(ALIGNMENT / PINNED_EXCESS_SHARE)
+
+
+@dataclass(frozen=True, eq=False)
+class HostRegion:
+    """memory: [num_bytes] that was asked for; pages: of the whole region; None if it is not kept."""
+
+    memory: Tensor
+    pages: Tensor | None
+
+
+class HostPool:
+    """The regions of one engine. Thread-safe."""
+
+    def __init__(self, ledger: Ledger, copy_engine: CopyEngine) -> None:
+        """ledger: of host memory."""
+        self._ledger, self._copy_engine = ledger, copy_engine
+        self._spares: list[Tensor] = []
+        self._excess = 0  # of taken regions
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, *, zeros: bool = False) -> HostRegion:
+        """Take memory that the caller has claimed; pinned unless it is small or the driver refuses.
+
+        zeros: without them the memory has what its last user left.
+        """
+        with self._lock:
+            try:
+                pages = self._reused(num_bytes)
+                is_used = pages is not None
+                if pages is None:
+                    pages = self._registered(num_bytes)
+                self._excess += pages.numel() - num_bytes if pages is not None else 0
+                self._drop_spares(0)
+            finally:
+                self._note()
+        if pages is None:
+            return HostRegion(unpinned(num_bytes)[:num_bytes], None)
+        memory = pages[:num_bytes]
+        return HostRegion(memory.zero_() if zeros and is_used else memory, pages)
+
+    def give_back(self, region: HostRegion) -> None:
+        """Take a region back; its claim is released before, and no copy uses it any more."""
+        if region.pages is None:
+            return
+        with self._lock:
+            self._excess -= region.pages.numel() - region.memory.numel()
+            if self._copy_engine.pins:
+                self._spares.append(region.pages)
+            self._drop_spares(0)
+            self._note()
+
+    def make_room(self) -> None:
+        """Unregister spares until the claims of other memory on the tier have room."""
+        with self._lock:
+            self._drop_spares(0)
+            self._note()
+
+    def close(self) -> None:
+        """Unregister all spares."""
+        with self._lock:
+            self._spares.clear()
+            self._note()
+
+    def _reused(self, num_bytes: int) -> Tensor | None:
+        """Return the smallest spare that is large enough, if its excess has room."""
+        largest = max(aligned(num_bytes), int((1 + PINNED_EXCESS_SHARE) * num_bytes))
+        fitting = [pages for pages in self._spares if num_bytes <= pages.numel() <= largest]
+        best = min(fitting, key=Tensor.numel, default=None)
+        if best is None or not self._has_room(best.numel() - num_bytes):
+            return None
+        self._spares = [pages for pages in self._spares if pages is not best]
+        return best
+
+    def _registered(self, num_bytes: int) -> Tensor | None:
+        """Register a new region; of a size that others of similar sizes can reuse, if that has room."""
+        if num_bytes < SMALLEST_REGION:
+            return None
+        exact = aligned(num_bytes)
+        step = int((1 << exact.bit_length() - 1) * PINNED_EXCESS_SHARE)
+        for size in (aligned(-(-exact // step) * step), exact):
+            if size <= max(exact, (1 + PINNED_EXCESS_SHARE) * num_bytes) and self._has_room(size - num_bytes):
+                self._drop_spares(size - num_bytes)
+                return self._copy_engine.host_memory(size)
+        return None
+
+    def _has_room(self, excess: int) -> bool:
+        """Return whether there is room for more excess, once all spares are gone."""
+        return self._ledger.in_use + self._excess + excess <= self._ledger.limit
+
+    def _drop_spares(self, excess: int) -> None:
+        """Unregister spares, the oldest first, until there is room for all claims and more excess."""
+        while self._spares and self._ledger.in_use + self._excess + excess + self._spare_bytes > self._ledger.limit:
+            self._spares.pop(0)
+
+    @property
+    def _spare_bytes(self) -> int:
+        return sum(pages.numel() for pages in self._spares)
+
+    def _note(self) -> None:
+        self._ledger.note_beside(self._excess, self._spare_bytes)
+
 
 Result = TypeVar("Result")
 

@@ -53,8 +53,7 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import StagingRing, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
-from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, UNLIMITED, Tier
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat

@@ -17,11 +17,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
-from flexgen_helm.planner.constants import PREFILL_LANES
-from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem
-from flexgen_helm.planner.schedules import ZIGZAG, Schedule
+from flexgen_helm.planner.placement import PREFILL_LANES, TIERS, Tier
+from flexgen_helm.planner.policy import ZIGZAG, Schedule
+from flexgen_helm.planner.problem import (
+    CACHE,
+    CD,
+    HD,
+    HIDDEN,
+    ONE,
+    WD,
+    WEIGHTS,
+    Affine,
+    BlockShape,
+    PlanningProblem,
+    affine,
+)
 from flexgen_helm.quant.formats import GroupFormat
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")

@@ -8,15 +8,9 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import (
-    ModelConfig,
-    expert_of,
-    stage_names,
-    stage_tensor_shapes,
-    tensor_shapes,
-)
+from flexgen_helm.models.config import EMBED, ModelConfig, expert_of, stage_names, stage_tensor_shapes, tensor_shapes
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.quant.precisions import FP16, Precision
+from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 
 Tier = Literal["gpu", "cpu", "disk"]
 Fractions = Mapping[Tier, float]
@@ -181,3 +175,288 @@ def achieved_fractions(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> 
     total = sum(sizes.values())
     num_bytes = {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS}
     return {tier: size / total if total else 0.0 for tier, size in num_bytes.items()}
+
+
+# Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written here once. No torch.
+
+UNLIMITED = 1 << 62
+
+# --- Sequences ---
+# Sequences of one cache block: enough to make one attention call worth its overhead, few enough that sequences of
+# similar length (the queue is sorted) share a capacity and that their memory is freed soon.
+BLOCK_SEQUENCES = 32
+# The same with cache and weights on the compute device: each block is one more call a layer, 0.2 ms for a 135M model.
+LARGE_BLOCK_SEQUENCES = 128
+# Sequences that decode together with resident weights: a CPU's products are near their full rate at a hundred.
+MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
+# The same for long answers: the one that ends last decides how many passes a run takes, so all begin early.
+LONG_MAX_SEQUENCES = 512
+# Blocks of a searched policy that run at once: the search counts every answer with its expected length, and on average
+# running answers have half of it.
+LONG_BLOCKS = 2
+
+# --- Tokens ---
+# Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.
+BATCH_TOKENS = 1024
+# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay.
+STREAMED_BATCH_TOKENS = 2048
+# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
+MAX_BATCH_TOKENS = 4096
+# Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once more for each pass
+# (about 2 %), and results arrive steadily instead of at the end of a block.
+PASS_TOKENS = 4 * BATCH_TOKENS
+# Tokens of a page of the growing caches of long answers: a small part of them, and copying costs 2 to 5 %.
+LONG_PAGE_TOKENS = 64
+# Answers that may end early and may have more tokens than this get their cache by pages. Shorter ones get it at once:
+# there is little to be gained, and reserving never has to be taken back.
+LONG_ANSWER_TOKENS = 128
+
+# Rows of x up to which products read packed weights without dequantizing them (`quant.kernels`): with tensor cores that
+# take bfloat16 too, on other devices, and on CPUs. Tests compare them with the kernels' own.
+FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 192, 32, 8
+
+# --- Bytes ---
+# Direct I/O requires addresses, offsets and lengths that are multiples of this.
+ALIGNMENT = 4096
+# cuBLAS's workspace for the stream that captures CUDA graphs (32 MiB on Hopper, 8 elsewhere), and the rounding of the
+# allocator's segments.
+GRAPH_OVERHEAD_BYTES = 64 << 20
+# Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
+MIN_STAGING_BYTES = 3 << 20
+# Fewest slots for offloaded experts, for the same reason.
+MIN_EXPERT_SLOTS = 3
+# Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
+COPY_BUFFER_BYTES = 8 << 20
+# Threads that load offloaded weights: while one's unit crosses the second link of its way, the next is on the first.
+NUM_LOADERS = 2
+# Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
+# computing up before it fills the memory.
+MAX_PENDING_STORE_BYTES = 64 << 20
+# Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
+# share of the bytes of the offloaded experts that were used.
+GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
+# Share of a layer's experts from which on the next layer is taken to need all of its own.
+ALL_EXPERTS_FROM = 0.9
+# Attention masks that are kept between layers (`kv_cache.visibility`).
+KEPT_MASK_BYTES = 32 << 20
+# Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
+HOST_UPCAST_ELEMENTS = 1 << 20
+# The same on a device, where each tile is two launches: the largest matrices of a 70B model whole, 512 MiB in 16 bits.
+DEVICE_UPCAST_ELEMENTS = 256 << 20
+# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence. On
+# CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
+SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
+
+# Rows of the CUDA graphs of decode layers: a batch is padded to the next size. Up to a hundred rows or more, reading
+# weights takes longer than computing, so padding to powers of two costs nothing; beyond, at most 63 rows are padded.
+# Larger batches compute longer than the host needs to launch their kernels.
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+
+# --- Shares of a tier ---
+# CUDA graphs, of what the weights leave on the device.
+GRAPHS_SHARE = 1 / 16
+# Free bytes that hidden states of waiting batches may take where no policy says so.
+ACTIVATIONS_SHARE = 0.1
+# What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
+PINNED_EXCESS_SHARE = 1 / 32
+# Two layers of an offloaded cache block on the compute tier: where answers may become long, and elsewhere.
+STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
+# Weights in the compute dtype; the KV cache keeps the rest.
+COPIES_SHARE = 0.5
+# Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its beginning and its end, a
+# fifth of the time at most.
+PREFILL_LANES = 4
+
+
+# Memory of the compute tier through which offloaded weights reach it, and of the host through which the disk's pass.
+
+# Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole layer.
+_STAGING_SHARE, _MAX_STAGING_SHARE = 0.25, 0.5
+
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """Bytes on the compute tier through which offloaded weights reach it: the staging ring, and slots for experts."""
+
+    ring: int
+    experts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ring + self.experts
+
+    def used(self, placed: Mapping[str, Tier], compute_tier: Tier) -> StagingSizes:
+        """Return what a placement needs; a ring that it does not need is slots, too."""
+        offloaded = {expert_of(name) is not None for name, tier in placed.items() if tier != compute_tier}
+        if True not in offloaded:
+            return StagingSizes(self.ring if offloaded else 0)
+        return self if False in offloaded else StagingSizes(0, self.num_bytes)
+
+
+def expert_slot_bytes(storage: StorageSizes) -> int:
+    """Return the bytes of the largest expert; 0 without experts.
+
+    Each of its matrices is padded to a page, and has one more, because it may begin within a page of its file.
+    """
+    sizes: dict[str, int] = {}
+    for name, num_bytes in storage.matrices.items():
+        if (expert := expert_of(name)) is not None:
+            sizes[expert] = sizes.get(expert, 0) + (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT
+    return max(sizes.values(), default=0)
+
+
+def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
+    """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
+    stages = [stage for stage in stage_names(storage.config) if stage != EMBED]
+    total = _staging_bytes(max(map(storage.stage_bytes, stages)), limit)
+    slot = expert_slot_bytes(storage)
+    if not slot:
+        return StagingSizes(total)
+    always = max(storage.stage_bytes(stage) - storage.stage_expert_bytes(stage) for stage in stages)
+    ring = max(MIN_STAGING_BYTES, min(2 * always + MIN_STAGING_BYTES, total // 2))
+    return StagingSizes(ring, max(MIN_EXPERT_SLOTS * slot, total - ring))
+
+
+def _staging_bytes(largest: int, limit: int) -> int:
+    """Size staging memory for stages of up to `largest` bytes."""
+    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
+    # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
+    one_layer = largest + MIN_STAGING_BYTES
+    return one_layer if staging < one_layer <= limit * _MAX_STAGING_SHARE else staging
+
+
+def loader_buffer_bytes(storage: StorageSizes) -> int:
+    """Bound the host memory into which loaders read weights from the disk, on their way to a device."""
+    largest = (max(storage.matrices.values()), expert_slot_bytes(storage))  # each kind has its own loaders
+    pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
+    return NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
+
+
+# Bytes of a KV cache, from the architecture and the cache format alone. No torch.
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Sizes of one run's KV cache.
+
+    bytes_per_token: of one position in all cached layers.
+    layer_bytes_per_token: of one position in one layer.
+    window_bytes: of a sequence on the compute device: its full-precision residual window in all cached layers, and the
+        states of layers that keep one.
+    fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
+    host_attends: attention over cache blocks in host memory runs there, so that those blocks are not fetched.
+    """
+
+    bytes_per_token: int
+    layer_bytes_per_token: int
+    window_bytes: int = 0
+    fill_tokens: int = 0
+    host_attends: bool = False
+
+
+def cache_sizes(
+    config: ModelConfig,
+    fmt: CacheFormat | None,
+    element_bytes: int,
+    *,
+    on_disk: bool,
+    host_attention: bool = False,
+    one_layer: bool = False,
+) -> CacheSizes:
+    """Compute the sizes of a cache.
+
+    fmt: None for a cache in the compute dtype.
+    element_bytes: of an element in the compute dtype.
+    on_disk: part of the cache may be on the disk, where quantized groups start on a page.
+    host_attention: attention over a cache in host memory may run there; a quantized cache is always fetched.
+    one_layer: only one layer is cached at a time (prefill-only).
+    """
+    layers = 1 if one_layer else config.num_cache_layers
+    plain = 2 * config.kv_size * element_bytes
+    states = state_bytes(config, one_layer)
+    if fmt is None:
+        fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
+        return CacheSizes(layers * plain, plain, states, fill, host_attention)
+    group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
+    if on_disk:
+        group = -(-group // ALIGNMENT) * ALIGNMENT
+    per_token = -(-layers * group // fmt.stored_group_tokens)
+    windows = fmt.window_copies * fmt.window_tokens * layers * plain
+    return CacheSizes(per_token, per_token // layers, windows + states)
+
+
+def state_bytes(config: ModelConfig, one_layer: bool) -> int:
+    """Return the bytes of the states that layers keep of a sequence: in float32, before and after the newest token."""
+    elements = max(config.layer_states) if one_layer else sum(config.layer_states)
+    return 2 * 4 * elements
+
+
+# What one pass of a run may hold: all that the scheduler knows of memory. No torch.
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What one pass may hold.
+
+    batch_tokens, batch_sequences: of one batch; a longer sequence is a batch of its own.
+    max_sequences: sequences with a cache.
+    cache_tokens: positions of KV cache over all sequences.
+    pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer prompt is admitted
+        alone.
+    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages, and as many
+        sequences are admitted as are expected to fit.
+    slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk page).
+    step_overhead: positions that each decode step of a block takes besides its tokens (last disk page).
+    max_windows: sequences and shared prefixes whose residual window is on the compute tier while the rest of their
+        cache is offloaded.
+    block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar length.
+    """
+
+    batch_tokens: int
+    batch_sequences: int
+    max_sequences: int
+    cache_tokens: int
+    pass_tokens: int
+    page_tokens: int = 0
+    slot_overhead: int = 0
+    step_overhead: int = 0
+    max_windows: int = UNLIMITED
+    block_sequences: int = BLOCK_SEQUENCES
+
+
+# The machine that an engine runs on, as far as a placement depends on it. No torch.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Tiers of memory and what computes.
+
+    limits: bytes of each tier.
+    compute_tier: tier of the device that computes: 'gpu', also a simulated one, or 'cpu'.
+    compute_dtype: of products and hidden states.
+    overlap: transfers go on while the device computes.
+    cpu_attention: beside a gpu, the host attends to the part of the cache that it holds.
+    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest (`kernels.amx`); None where
+        products of many rows convert them first.
+    """
+
+    limits: Mapping[Tier, int]
+    compute_tier: Tier
+    compute_dtype: str = "float32"
+    overlap: bool = True
+    cpu_attention: bool = True
+    multiplied_as_stored: str | None = None
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.compute_tier == "gpu"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return 4 if self.compute_dtype == "float32" else 2
+
+    @property
+    def compute_limit(self) -> int:
+        """Bytes of the compute tier."""
+        return self.limits[self.compute_tier]

@@ -2,28 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.hardware.profile import Curve, HardwareProfile, Link
+from flexgen_helm.files import exact_size
+from flexgen_helm.hardware.profile import PROFILED, Curve, HardwareProfile, Link, load_profile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.affine import fractions_by_kind
-from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
 from flexgen_helm.planner.predict import placed_fractions, predict
-from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
-from flexgen_helm.planner.search import search
-from flexgen_helm.planner.spread import Spread, spread_of
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.problem import PlanningProblem, fractions_by_kind
+from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.units import exact_size
+
+# How far predictions were from measured runs, by where the rates of a machine come from. No torch.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The range of measured times, as multiples of the predicted one, that holds at least 80 % of measured runs.
+
+    source: where the rates come from, and what the range was measured on, for people.
+    """
+
+    low: float
+    high: float
+    source: str
+
+    def holds(self, ratio: float) -> bool:
+        """Return whether a measured time, as a multiple of the predicted one, is within the range."""
+        return self.low <= ratio <= self.high
+
+    def of_time(self, seconds: float) -> tuple[float, float]:
+        """Return the shortest and the longest time to expect."""
+        return seconds * self.low, seconds * self.high
+
+    def of_rate(self, rate: float) -> tuple[float, float]:
+        """Return the lowest and the highest rate to expect."""
+        return rate / self.high, rate / self.low
+
+
+LEARNT = Spread(1 / 1.2, 1.2, "rates measured and corrected by runs; all of ten such policies were within this range")
+NEW = Spread(
+    1 / 1.2, 2.0, "rates measured, not corrected by a run yet; such runs took 1.1 to 2 times as long as predicted"
+)
+FITTED = Spread(1 / 1.25, 1.25, "rates fitted to the paper's T4; 25 of its 28 rows are within this range")
+DATA_SHEET = Spread(
+    1 / 2,
+    2.0,
+    "speeds are from data sheets; 44 of 45 published runs fell within such a range",
+)
+PIPELINE = Spread(1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range")
+
+
+def spread_of(hardware: HardwareProfile, stages: float = 1) -> Spread:
+    """Return the range for a machine; a profile whose rates have no known source counts as a data sheet."""
+    if stages > 1:
+        return PIPELINE
+    if PROFILED in hardware.sources.values():
+        is_corrected = (hardware.prefill_share, hardware.decode_share) != (1.0, 1.0)
+        return LEARNT if is_corrected else NEW
+    paper = load_profile("t4")
+    is_fitted = (hardware.gpu, hardware.cpu, hardware.link) == (paper.gpu, paper.cpu, paper.link)
+    return FITTED if is_fitted else DATA_SHEET
+
 
 # Share of a tier above which more memory may help.
 _FULL = 0.9
@@ -288,3 +336,203 @@ def _scaled(record: _Record, factor: float, *names: str) -> _Record:
 
 def _changed(record: _Record, values: Mapping[Any, Any]) -> _Record:
     return replace(record, **values)  # type: ignore[type-var]
+
+
+# How long a suite of run entries takes: each scenario alone, and all together as one run. No torch.
+
+# By how much batches become smaller until longer sequences fit.
+_SMALLER = 0.8
+
+
+@dataclass(frozen=True)
+class EntryWorkload:
+    """What one run entry asks of a model.
+
+    entry: without its model.
+    basis: 'prompts' that were read, 'measured' once elsewhere, 'published', or 'assumed'.
+    source: where the lengths come from, for people.
+    shortest, longest: between which the lengths are expected.
+    limit: as `longest`, with answers of all tokens that they may have.
+    """
+
+    entry: str
+    basis: str
+    source: str
+    shortest: Workload
+    expected: Workload
+    longest: Workload
+    limit: Workload
+
+    @property
+    def scenario(self) -> str:
+        return self.entry.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Seconds that a workload is predicted to take, and the range to expect."""
+
+    seconds: float
+    low: float
+    high: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "range": [self.low, self.high]}
+
+
+@dataclass(frozen=True)
+class ScenarioPlan:
+    """The entries of one scenario, which share nothing with each other, and what they take without the other ones."""
+
+    entries: Sequence[EntryWorkload]
+    made: Plan
+    alone: Expectation
+
+    @property
+    def expected(self) -> Workload:
+        return self.made.problem.workload
+
+    @property
+    def limit(self) -> Workload:
+        return joined(entry.limit for entry in self.entries)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "scenario": self.entries[0].scenario,
+            "entries": [{"entry": entry.entry, "basis": entry.basis, "source": entry.source} for entry in self.entries],
+            "sequences": self.expected.num_sequences,
+            "prompt_tokens": self.expected.prompt,
+            "shared_tokens": self.expected.prompt - self.expected.computed,
+            "answer_tokens": self.expected.output,
+            "most_answer_tokens": self.limit.output,
+            **self.alone.to_json(),
+            "policy_flag": str(self.made.solution.policy),
+        }
+
+
+@dataclass(frozen=True)
+class SuitePlan:
+    """The plan of a suite.
+
+    made: of all entries together.
+    as_one: seconds of that run.
+    by_precision: the plan in each precision that users choose between, None where nothing fits; empty where a precision
+        was asked for.
+    """
+
+    scenarios: Sequence[ScenarioPlan]
+    made: Plan
+    as_one: Expectation
+    by_precision: Mapping[str, SuitePlan | None] = field(default_factory=dict)
+
+    @property
+    def one_by_one(self) -> Expectation:
+        """Seconds of a run for each scenario, one after another."""
+        return Expectation(*map(sum, zip(*(astuple(scenario.alone) for scenario in self.scenarios))))
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether one run is expected to be no slower than a run for each scenario."""
+        return self.as_one.seconds <= self.one_by_one.seconds
+
+    @property
+    def total(self) -> Expectation:
+        """Seconds of the better way."""
+        return Expectation(*map(min, astuple(self.as_one), astuple(self.one_by_one)))
+
+    def seconds(self, entries: Sequence[EntryWorkload], length: str) -> float:
+        """Return the seconds of the better way with other lengths or numbers of the same entries.
+
+        length: 'shortest', 'expected', 'longest' or 'limit'.
+        """
+        if self.is_one_run:
+            return _seconds(self.made, joined(getattr(entry, length) for entry in entries))
+        found = {scenario.entries[0].scenario: scenario.made for scenario in self.scenarios}
+        asked = {name: [getattr(entry, length) for entry in entries if entry.scenario == name] for name in found}
+        return sum(_seconds(made, joined(asked[name])) for name, made in found.items())
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of the better way if every answer had all tokens that it may have."""
+        return self.seconds([entry for scenario in self.scenarios for entry in scenario.entries], "limit")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return seconds and tokens as docs/explanation/planning.md describes them."""
+        return {
+            "scenarios": [scenario.to_json() for scenario in self.scenarios],
+            "total": {**self.total.to_json(), "seconds_at_limit": self.limit_s},
+            "as_one_run": self.as_one.to_json(),
+            "one_by_one": self.one_by_one.to_json(),
+            "precisions": {name: found and found.total.to_json() for name, found in self.by_precision.items()},
+            "plan": self.made.to_json(),
+        }
+
+
+def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compare: bool = False) -> SuitePlan:
+    """Search the plan of all entries as one run, and of each scenario alone.
+
+    problem: with any workload.
+    compare: in other precisions, too.
+
+    Raises `MemoryLimitError` where nothing fits.
+    """
+    made = make_plan(replace(problem, workload=joined(entry.expected for entry in entries), endless=False))
+    others = search_precisions(made, None, None) if compare else {}
+    planned = _suite_plan(made, entries)
+    by_precision = {
+        name: None if other is None else planned if other is made else _suite_plan(other, entries)
+        for name, other in others.items()
+    }
+    return replace(planned, by_precision=by_precision)
+
+
+def _suite_plan(made: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
+    by_scenario: dict[str, list[EntryWorkload]] = {}
+    for entry in entries:
+        by_scenario.setdefault(entry.scenario, []).append(entry)
+    scenarios = []
+    for of_scenario in by_scenario.values():
+        problem = replace(made.problem, workload=joined(entry.expected for entry in of_scenario))
+        alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC), "")
+        scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
+    return SuitePlan(scenarios, made, _expectation(made, entries))
+
+
+def _expectation(made: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
+    shortest = _seconds(made, joined(entry.shortest for entry in entries))
+    longest = _seconds(made, joined(entry.longest for entry in entries))
+    low, high = made.spread.of_time(shortest)[0], made.spread.of_time(longest)[1]
+    return Expectation(made.solution.prediction.latency_s, low, high)
+
+
+def _seconds(made: Plan, workload: Workload) -> float:
+    """Return the seconds of other lengths with the policy of a plan, in smaller batches if they do not fit.
+
+    A search would find policies that are as good or better; it takes a hundred times as long.
+    """
+    if workload == made.problem.workload:
+        return made.solution.prediction.latency_s
+    problem, solution = replace(made.problem, workload=workload), made.solution
+    policy = solution.policy
+    while workload.output == 1 or not solution.schedule.is_single_pass:
+        same = predict(problem, policy, solution.schedule)
+        if same.feasible:
+            return same.latency_s
+        if policy.block_size == 1:
+            break
+        if policy.num_gpu_batches > 1:
+            policy = replace(policy, num_gpu_batches=int(policy.num_gpu_batches * _SMALLER))
+        else:
+            policy = replace(policy, gpu_batch_size=int(policy.gpu_batch_size * _SMALLER))
+    return search(problem, AUTOMATIC).prediction.latency_s
+
+
+def joined(workloads: Iterable[Workload]) -> Workload:
+    """Return all sequences of several workloads as one."""
+    every = list(workloads)
+    counts: Counter[tuple[int, int]] = Counter()
+    for workload in every:
+        for prompt, output, count in workload.groups:
+            counts[prompt, output] += count
+    groups = tuple((prompt, output, count) for (prompt, output), count in sorted(counts.items()))
+    return Workload(groups, sum(each.saved_tokens for each in every), sum(each.scored_tokens for each in every))

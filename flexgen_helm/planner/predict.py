@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES
 from flexgen_helm.planner.cost_model import (
     CHANNELS,
     RESOURCES,
@@ -18,10 +16,9 @@ from flexgen_helm.planner.cost_model import (
     block_costs,
     pass_seconds,
 )
-from flexgen_helm.planner.placement import TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem
-from flexgen_helm.planner.schedules import ZIGZAG, Schedule
+from flexgen_helm.planner.placement import BLOCK_SEQUENCES, TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
+from flexgen_helm.planner.policy import ZIGZAG, Policy, Schedule
+from flexgen_helm.planner.problem import COLUMNS, WEIGHTS, Affine, BlockShape, PlanningProblem, fraction_vector
 
 
 @dataclass(frozen=True)

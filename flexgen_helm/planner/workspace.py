@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
-from flexgen_helm.planner.constants import (
+from flexgen_helm.planner.placement import (
     BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
     GRAPH_OVERHEAD_BYTES,
@@ -21,8 +21,8 @@ from flexgen_helm.planner.constants import (
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
     SAMPLED_ELEMENTS,
+    Tier,
 )
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.quant.precisions import CacheFormat
 
 # Float32 copies that a module with states makes of a token's elements, and of a state: the chunked delta rule and

@@ -38,7 +38,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import replace_text
+from flexgen_helm.files import count, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import HelmRequest, Submission, may_be_rendered, to_helm_request
@@ -46,7 +46,6 @@ from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import SubmittedBlock
-from flexgen_helm.units import count
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 DRY_RUN_FOLDER = "dry_run"

@@ -15,6 +15,7 @@ from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import count
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,
@@ -23,13 +24,12 @@ from flexgen_helm.plugin.convert import (
     to_helm_request,
     to_request_result,
 )
-from flexgen_helm.report.run_files import read_states
+from flexgen_helm.report.answers import read_states
 from flexgen_helm.report.scores import RunScores
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.prompt_encoder import PromptEncoder
-from flexgen_helm.units import count
 
 
 def read_compared_prompts(run: RunScores) -> ComparedPrompts:

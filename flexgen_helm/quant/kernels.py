@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.fast_paths import TRITON, switch_off, switched_off
+from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, thread_pool
 from flexgen_helm.kernels.trial import tried
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points

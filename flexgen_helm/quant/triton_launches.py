@@ -9,11 +9,278 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from flexgen_helm.quant import triton_kernels
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat
+
+# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
+
+
+@triton.jit
+def _codes(at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.constexpr) -> Any:
+    """Low and high codes, in float32: of the bytes at `at`; with 8 bits the high ones are the bytes at `high_at`."""
+    byte = tl.load(at, mask=inside, other=0).to(tl.int32)
+    if bits == 4:
+        low, high = byte & 15, byte >> 4
+    else:
+        low, high = byte, tl.load(high_at, mask=inside, other=0).to(tl.int32)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _scale_and_offset(
+    numbers: tl.tensor,
+    index: tl.tensor,
+    offset_index: tl.tensor,
+    inside: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    pairs: tl.constexpr,
+) -> Any:
+    """Scale and offset of groups: of words, or of pairs, by their indices among the 16-bit numbers at `numbers`."""
+    if pairs:
+        at = numbers.to(tl.pointer_type(tl.float16))
+        scale = tl.load(at + index, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(at + offset_index, mask=inside, other=0.0).to(tl.float32)
+    else:
+        word = tl.load(numbers.to(tl.pointer_type(tl.uint16)) + index, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scales + (word >> 7))
+        offset = -(tl.load(zero_points + (word & 127)) * scale)
+    return scale, offset
+
+
+@triton.jit
+def dequantize_out(
+    packed: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stripe_bytes: tl.tensor,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    lanes: tl.constexpr,
+    pairs: tl.constexpr,
+    chunks: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Axis 'out': one stripe, `chunks` runs of `vector` columns."""
+    half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
+    stripe = tl.program_id(0).to(tl.int64)
+    data = packed + stripe * stripe_bytes
+    place = (tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :]
+    column = (tl.program_id(1) * (chunks * vector) + place)[None, :, :]
+    lane = tl.arange(0, lanes)[:, None, None]
+    inside = column < width
+    numbers = data + code_bytes * width
+    scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
+    codes_at = data + lane * width + column
+    low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
+    row = stripe * group + lane
+    at = out + row * width + column
+    tl.store(at, low * scale + offset, mask=(lane < half) & (row < rows) & inside)
+    at += tl.cast(half, tl.int64) * width
+    tl.store(at, high * scale + offset, mask=(lane < half) & (row + half < rows) & inside)
+
+
+@triton.jit
+def dequantize_in(
+    packed: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stripe_bytes: tl.tensor,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    lanes: tl.constexpr,
+    pairs: tl.constexpr,
+    chunks: tl.constexpr,
+    vector: tl.constexpr,
+    block_rows: tl.constexpr,
+) -> None:
+    """Axis 'in': `block_rows` rows, `chunks` runs of `vector` bytes of each."""
+    half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
+    groups = tl.cdiv(width, group)
+    row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
+    per_group: tl.constexpr = lanes // vector
+    chunk = (tl.program_id(1) * chunks + tl.arange(0, chunks))[None, :, None]
+    number, lane = chunk // per_group, chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
+    inside = (row < rows) & (number < groups)
+    data = packed + row * stripe_bytes
+    numbers, index = data + groups * code_bytes, (1 + pairs) * number
+    scale, offset = _scale_and_offset(numbers, index, index + 1, inside, scales, zero_points, pairs)
+    inside = inside & (lane < half)
+    codes_at = data + (number * code_bytes + lane)
+    low, high = _codes(codes_at, codes_at + half, inside, bits)
+    column = number * group + lane
+    at = out + row * width + column
+    tl.store(at, low * scale + offset, mask=inside & (column < width))
+    tl.store(at + half, high * scale + offset, mask=inside & (column + half < width))
+
+
+@triton.jit
+def _store(
+    y: tl.tensor,
+    bias: tl.tensor,
+    value: tl.tensor,
+    row: tl.tensor,
+    token: tl.tensor,
+    rows: tl.tensor,
+    inside: tl.tensor,
+    has_bias: tl.constexpr,
+) -> None:
+    """Write sums of the products of rows `row` and tokens `token`."""
+    if has_bias:
+        value += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(y + token * rows + row, value, mask=inside & (row < rows))
+
+
+@triton.jit
+def matvec(
+    x: tl.tensor,
+    packed: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    tokens: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stripe_bytes: tl.tensor,
+    split_steps: tl.tensor,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    lanes: tl.constexpr,
+    pairs: tl.constexpr,
+    has_bias: tl.constexpr,
+    padded_tokens: tl.constexpr,
+    chunks: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """One stripe. y[t, r] = code[r] (scale x[t]) + offset x[t], summed apart.
+
+    A thread keeps `vector` neighbouring columns of every byte row, so that it reads and multiplies their scales once.
+    """
+    half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
+    stripe, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    data = packed + stripe * stripe_bytes
+    numbers = data + code_bytes * width
+    j, token = tl.arange(0, lanes), tl.arange(0, padded_tokens)
+    lane, of_token = j[None, :, None, None], token[:, None, None, None]
+    place = ((tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :])[None, None, :, :]
+    low_sum = tl.zeros((padded_tokens, lanes, chunks), tl.float32)
+    high_sum = tl.zeros((padded_tokens, lanes, chunks), tl.float32)
+    constant = tl.zeros((padded_tokens, chunks), tl.float32)
+    first = split * split_steps
+    for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(width, chunks * vector))):
+        column = step * (chunks * vector) + place
+        inside = column < width
+        codes_at = data + lane * width + column
+        low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
+        scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
+        given = tl.load(x + of_token * width + column, mask=(of_token < tokens) & inside, other=0.0).to(tl.float32)
+        constant += tl.sum(tl.sum(given * offset, 3), 1)
+        low_sum += tl.sum(low * (given * scale), 3)
+        high_sum += tl.sum(high * (given * scale), 3)
+    constants = tl.sum(constant, 1)[:, None]
+    target = y + split.to(tl.int64) * tokens * rows
+    row, inside = stripe * group + j[None, :], (j < half)[None, :] & (token < tokens)[:, None]
+    _store(target, bias, tl.sum(low_sum, 2) + constants, row, token[:, None], rows, inside, has_bias)
+    _store(target, bias, tl.sum(high_sum, 2) + constants, row + half, token[:, None], rows, inside, has_bias)
+
+
+@triton.jit
+def tiles(
+    x: tl.tensor,
+    packed: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    tokens: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stripe_bytes: tl.tensor,
+    split_steps: tl.tensor,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    lanes: tl.constexpr,
+    pairs: tl.constexpr,
+    has_bias: tl.constexpr,
+    padded_tokens: tl.constexpr,
+    block: tl.constexpr,
+    block_stripes: tl.constexpr,
+) -> None:
+    """`block_stripes` stripes; their low and high halves are two products with the same x."""
+    half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
+    byte_rows: tl.constexpr = block_stripes * lanes
+    split = tl.program_id(1)
+    first_stripe = tl.program_id(0).to(tl.int64) * block_stripes
+    stripe = first_stripe + tl.arange(0, block_stripes)
+    index = tl.arange(0, byte_rows)
+    j, stripe_of_row = index % lanes, first_stripe + index // lanes
+    whole = (j < half) & (stripe_of_row * group < rows)
+    data = packed + stripe_of_row * stripe_bytes + j * width
+    numbers = packed + stripe * stripe_bytes + code_bytes * width
+    token = tl.arange(0, padded_tokens)
+    low_sum = tl.zeros((byte_rows, padded_tokens), tl.float32)
+    high_sum = tl.zeros((byte_rows, padded_tokens), tl.float32)
+    first = split * split_steps
+    for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(width, block))):
+        column = step * block + tl.arange(0, block)
+        inside = column < width
+        codes_at = data[:, None] + column[None, :]
+        low, high = _codes(codes_at, codes_at + half * width, whole[:, None] & inside[None, :], bits)
+        of_stripe = (stripe * group < rows)[:, None] & inside[None, :]
+        scale, offset = _scale_and_offset(
+            numbers[:, None], column[None, :], column[None, :] + width, of_stripe, scales, zero_points, pairs
+        )
+        scale = tl.broadcast_to(scale[:, None, :], (block_stripes, lanes, block))
+        offset = tl.broadcast_to(offset[:, None, :], (block_stripes, lanes, block))
+        scale, offset = tl.reshape(scale, (byte_rows, block)), tl.reshape(offset, (byte_rows, block))
+        of_token = (token < tokens)[None, :] & inside[:, None]
+        given = tl.load(x + token[None, :] * width + column[:, None], mask=of_token, other=0.0)
+        low_weights = (low * scale + offset).to(given.dtype)
+        high_weights = (high * scale + offset).to(given.dtype)
+        low_sum = tl.dot(low_weights, given, low_sum, input_precision="ieee")
+        high_sum = tl.dot(high_weights, given, high_sum, input_precision="ieee")
+    target = y + split.to(tl.int64) * tokens * rows
+    row, inside = (stripe_of_row * group + j)[:, None], (j < half)[:, None] & (token < tokens)[None, :]
+    _store(target, bias, low_sum, row, token[None, :], rows, inside, has_bias)
+    _store(target, bias, high_sum, row + half, token[None, :], rows, inside, has_bias)
+
+
+@triton.jit
+def join(
+    partial: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    count: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    has_bias: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Add the partial sums [splits, count] and the bias."""
+    index = tl.program_id(0) * block + tl.arange(0, block)
+    inside = index < count
+    total, at = tl.zeros((block,), tl.float32), partial + index
+    for _ in tl.range(0, splits):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += count
+    if has_bias:
+        total += tl.load(bias + index % rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + index, total, mask=inside)
+
 
 # Columns of a step of a product by tiles, by rows of x: what registers and shared memory hold without a spill. More
 # rows are several products: 128 in one tile would unpack each code in all warps, five times the instructions of 64.
@@ -127,14 +394,14 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
         chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
         constants |= {"chunks": chunks, "vector": vector}
         grid = fmt.num_stripes(rows), triton.cdiv(width, chunks * vector)
-        return Launch(triton_kernels.dequantize_out, grid, constants, max(1, min(8, chunks * lanes // 512)))
+        return Launch(dequantize_out, grid, constants, max(1, min(8, chunks * lanes // 512)))
     vector = min(vector, lanes)
     row_chunks = fmt.stripe_groups(width) * (lanes // vector)
     chunks = min(128, _power_of_two(row_chunks))
     block_rows = min(_power_of_two(rows), 512 // chunks)
     constants |= {"chunks": chunks, "vector": vector, "block_rows": block_rows}
     grid = triton.cdiv(rows, block_rows), triton.cdiv(row_chunks, chunks)
-    return Launch(triton_kernels.dequantize_in, grid, constants, 4)
+    return Launch(dequantize_in, grid, constants, 4)
 
 
 @lru_cache(maxsize=1024)
@@ -157,7 +424,7 @@ def plan_product(
         programs, warps_wanted = fmt.num_stripes(rows), _MATVEC_WARPS * device.processors
         # Warps of a program share the columns of a step: that needs no partial sums in memory.
         warps = min(8, _power_of_two(triton.cdiv(warps_wanted, programs)), _power_of_two(triton.cdiv(chunks, 32)))
-        kernel, steps = triton_kernels.matvec, triton.cdiv(chunks, 32 * warps)
+        kernel, steps = matvec, triton.cdiv(chunks, 32 * warps)
         constants |= {"chunks": 32 * warps, "vector": vector}
     else:
         warps, padded = 4, max(padded, min(tile_columns))
@@ -169,7 +436,7 @@ def plan_product(
                 break
             stripes //= 2
         programs = triton.cdiv(rows, stripes * fmt.group_size)
-        kernel, steps = triton_kernels.tiles, triton.cdiv(width, block)
+        kernel, steps = tiles, triton.cdiv(width, block)
         constants |= {"block": block, "block_stripes": stripes}
     # Joining partial sums is one more launch, so half of the warps are enough.
     splits = min(triton.cdiv(warps_wanted, programs * warps), steps, most_splits)
@@ -224,8 +491,8 @@ def _multiply(x: Tensor, y: Tensor, packed: Tensor, fmt: GroupFormat, bias: Tens
     launch.run(x, packed, *_tables(fmt, packed), given_bias, target, *sizes, fused=True)
     if splits > 1:
         constants = {"has_bias": bias is not None, "block": _JOINED}
-        join = Launch(triton_kernels.join, (triton.cdiv(tokens * rows, _JOINED), 1), constants, num_warps=4)
-        join.run(target, given_bias, y, tokens * rows, rows, splits, fused=True)
+        joining = Launch(join, (triton.cdiv(tokens * rows, _JOINED), 1), constants, num_warps=4)
+        joining.run(target, given_bias, y, tokens * rows, rows, splits, fused=True)
 
 
 def _format_constants(fmt: GroupFormat) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import hashlib
+import json
+import mmap
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.report.run_files import read_states
+from flexgen_helm.files import read_object
 
 if TYPE_CHECKING:
     from flexgen_helm.report.scores import RunScores
@@ -117,3 +122,91 @@ def _prompt(state: Mapping[str, Any]) -> str:
 def _right(state: Mapping[str, Any]) -> list[str]:
     references = state["instance"].get("references", ())
     return [reference["output"]["text"] for reference in references if "correct" in reference.get("tags", ())]
+
+
+# What a run was asked, from HELM's files in its folder: its instances and its settings.
+
+STATE_FILE, SPEC_FILE = "scenario_state.json", "run_spec.json"
+_FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
+# Of an adapter spec: names of the model, which has one per precision, and the number of instances, which are compared.
+# Data sets of this project's scenarios: a run that asked for exactly as many instances has them all.
+_SIZES = {"lambada": 5153, "wikitext": 62}
+_NOT_COMPARED = ("model", "model_deployment", "max_eval_instances")
+# An unescaped quote cannot stand inside a JSON string, so neither can these.
+_INSTANCE, _REQUEST = b'"instance": {', b'"request": {'
+
+
+def read_instances(folder: Path) -> dict[str, str]:
+    """Return id -> digest of text and references, for each instance of a run without a perturbation.
+
+    Empty if HELM's file is missing or damaged. The answers, most of that file, are not parsed.
+    """
+    digests = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for instance, _ in _requests(folder):
+            asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
+            digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+        return digests
+    return {}
+
+
+def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Return HELM's request states of instances without a perturbation; wanted: ids, all if None.
+
+    Ends where the file is missing or damaged.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for instance, text in _requests(folder):
+            if wanted is None or instance["id"] in wanted:
+                yield json.JSONDecoder().raw_decode(text.decode())[0]
+
+
+def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Return the instance and the JSON text, which is not parsed yet, of each request state."""
+    decoder = json.JSONDecoder()
+    with (folder / STATE_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.find(_INSTANCE)
+        while place >= 0:
+            start, following = place + len(_INSTANCE) - 1, content.find(_INSTANCE, place + 1)
+            end = content.find(_REQUEST, start)
+            instance, _ = decoder.raw_decode(content[start : end if end >= 0 else len(content)].decode())
+            if "perturbation" not in instance:
+                yield instance, content[content.rfind(b"{", 0, place) : following if following >= 0 else len(content)]
+            place = following
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the adapter spec and the scenario's arguments of a run; {} if HELM's file is missing or damaged."""
+    spec = read_object(folder / SPEC_FILE)
+    adapter = {key: value for key, value in spec.get("adapter_spec", {}).items() if key not in _NOT_COMPARED}
+    return {**adapter, **spec.get("scenario_spec", {}).get("args", {})}
+
+
+def has_all_instances(folder: Path, scenario: str, num_instances: int) -> bool:
+    """Whether a run has every instance of its data set: HELM found fewer than it was asked for."""
+    asked = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
+    return num_instances == _SIZES.get(scenario) or (isinstance(asked, int) and 0 < num_instances < asked)
+
+
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any], joint: str) -> str:
+    """Name the settings that differ, with both values: '-m 4, now 10'; '' if none does."""
+    keys = [key for key in {**other, **one} if one.get(key) != other.get(key)]
+    return "; ".join(f"{_FLAGS.get(key, key)} {_shown(one.get(key))}{joint}{_shown(other.get(key))}" for key in keys)
+
+
+def design_effect(runs: Sequence[Mapping[Any, str]]) -> float:
+    """Return by how much instances that occur in several runs increase the variance of the mean over all, at most.
+
+    runs: digests of each run's instances. With m_d runs that have instance d it is sum(m_d^2) / sum(m_d), 1 for
+    disjoint runs: Kish's design effect of clusters whose members have equal values (Survey Sampling, 1965, 8.2).
+    """
+    counts: dict[str, int] = {}
+    for digests in runs:
+        for digest in set(digests.values()):
+            counts[digest] = counts.get(digest, 0) + 1
+    return sum(number**2 for number in counts.values()) / max(1, sum(counts.values()))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from flexgen_helm.report import comparison_tables, tables
+from flexgen_helm.files import count, size
+from flexgen_helm.report import tables
 from flexgen_helm.report.choice import Choice
-from flexgen_helm.report.comparison import Comparison, ModelComparison
+from flexgen_helm.report.comparison import Comparison, FlipGroup, ModelComparison, flip_groups
 from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
-from flexgen_helm.report.flips import FlipGroup, flip_groups
 from flexgen_helm.report.scores import (
     RunScores,
     by_scenario,
@@ -27,7 +27,6 @@ from flexgen_helm.report.scores import (
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
-from flexgen_helm.units import count, size
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.problem import PlanningProblem
@@ -213,8 +212,8 @@ def comparison_page(
     sections = [
         _comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs, scales) for model in models
     ]
-    first = {name: comparison_tables.choice_table(choice) for name, choice in (choices or {}).items()}
-    last = {name: comparison_tables.divergence_table(found, baseline) for name, found in (divergences or {}).items()}
+    first = {name: tables.choice_table(choice) for name, choice in (choices or {}).items()}
+    last = {name: tables.divergence_table(found, baseline) for name, found in (divergences or {}).items()}
     sections = [
         replace(
             section,
@@ -311,23 +310,23 @@ def _comparison_section(
     scales: Mapping[str, float],
 ) -> Section:
     links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
-    every = comparison_tables.comparison_tables(model.comparisons, baseline, links, scales)
+    every = tables.comparison_tables(model.comparisons, baseline, links, scales)
     judged: Sequence[Comparison] = model.comparisons
     if model.pooled:
         pooled = {each.run.partition(" (")[0] for each in model.pooled}
         judged = [*model.pooled, *(each for each in model.comparisons if each.run.partition(":")[0] not in pooled)]
-        shown = comparison_tables.comparison_tables(judged, baseline, links, scales)
+        shown = tables.comparison_tables(judged, baseline, links, scales)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
         every = shown + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
         ]
-    verdicts = comparison_tables.verdict_tables(judged, baseline)
-    speeds = replace(comparison_tables.speeds_table(model.speeds), title="Speed")
+    verdicts = tables.verdict_tables(judged, baseline)
+    speeds = replace(tables.speeds_table(model.speeds), title="Speed")
     return Section(title, [*verdicts, *every, speeds], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
-    return comparison_tables.interval_scales(each for model in models for each in (*model.comparisons, *model.pooled))
+    return tables.interval_scales(each for model in models for each in (*model.comparisons, *model.pooled))
 
 
 def _verdicts(model: ModelComparison) -> list[str]:

@@ -16,11 +16,17 @@ import numpy as np
 
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import is_choice, read_texts
+from flexgen_helm.report.answers import (
+    design_effect,
+    has_all_instances,
+    is_choice,
+    read_instances,
+    read_settings,
+    read_texts,
+)
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
-from flexgen_helm.report.run_files import design_effect, has_all_instances, read_instances, read_settings
-from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import read_object
+from flexgen_helm.files import count, read_object
 from flexgen_helm.report.comparison import ModelComparison, compare_runs
 from flexgen_helm.report.scores import (
     RunScores,
@@ -21,7 +21,6 @@ from flexgen_helm.report.scores import (
     trust_notes,
 )
 from flexgen_helm.report.verdicts import first_names
-from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 
-from flexgen_helm.planner.constants import PREFILL_LANES
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits
-from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.placement import PREFILL_LANES, SchedulerLimits
+from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.scheduling.sequence import Request
 
 

@@ -17,6 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.placement import UNLIMITED
+
 # Most prefixes on a path of the tree: a batch attends to each of them.
 MAX_DEPTH = 16
 
@@ -184,3 +187,26 @@ def _sort(members: list[PrefixNode | int], prompts: Sequence[Prompt]) -> None:
         users = member.users if isinstance(member, PrefixNode) else [member]
         longest[member] = max((len(prompts[place].tokens), prompts[place].steps) for place in users)
     members.sort(key=lambda member: longest[member], reverse=True)
+
+
+# What it costs to share a beginning of prompts: one segment more, for a batch and for each of its tokens. No torch.
+
+# Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
+_SEGMENT_S = 1e-4
+# Operations that a token takes for one more segment, for each element of its queries: passes over queries and merged
+# outputs, in operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 %
+# for 7B).
+_SEGMENT_FLOPS = 900.0
+# Rates that the two are weighed with. Not measured: what is shared, and with it the last bits of a result, must not
+# change between two processes.
+_TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
+
+
+def prefix_cost(config: ModelConfig, device: str) -> PrefixCostModel:
+    """Return what sharing a prefix costs in tokens, over all layers; room is left open. device: its type in torch."""
+    flops_per_layer = config.linear_flops_per_token / config.num_layers
+    return PrefixCostModel(
+        UNLIMITED,
+        _SEGMENT_S * _TYPICAL_FLOPS[device] / flops_per_layer,
+        token_overhead=_SEGMENT_FLOPS * config.q_size / flops_per_layer,
+    )

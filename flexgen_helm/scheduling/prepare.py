@@ -9,16 +9,13 @@ from operator import index
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.constants import LONG_ANSWER_TOKENS
-from flexgen_helm.planner.run_memory import RunSize
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits
-from flexgen_helm.planner.schedules import Schedule
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, SchedulerLimits
+from flexgen_helm.planner.policy import Schedule, Workload
+from flexgen_helm.planner.run_plan import RunSize
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
-from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes, prefixes_of
-from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
+from flexgen_helm.scheduling.sequence import AnswerLengths, Request, Sequence, SequenceKind
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

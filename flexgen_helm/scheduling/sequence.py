@@ -10,23 +10,49 @@ A request becomes one or more sequences, each a line of tokens with a cache of i
 from __future__ import annotations
 
 import enum
-from collections import abc
+import hashlib
+from collections import Counter, abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.request import (
-    Completion,
-    Cost,
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    TopLogprobs,
-)
-from flexgen_helm.scheduling.sampling import SamplingParams, draw_key
+from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult, TopLogprobs
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
+
+# How tokens are drawn: parameters, and randomness that belongs to the request alone. No torch.
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one token is chosen.
+
+    temperature: 0 takes the most probable token.
+    top_p: probability mass of the nucleus, in (0, 1].
+    key: 64 bits with a sign, from which the noise of each token id follows; ignored at temperature 0.
+    forced: the token to take whatever its probability; None for none.
+    prompt, drawn: the tokens before it, which generation settings depend on.
+    """
+
+    temperature: float
+    top_p: float
+    key: int
+    forced: int | None = None
+    prompt: abc.Sequence[int] = ()
+    drawn: abc.Sequence[int] = ()
+
+
+def draw_key(seed: int, completion: int, step: int) -> int:
+    """Return the key of token `step` of completion `completion`: a function of these three alone.
+
+    So the same request draws the same tokens in every batch, schedule, order and resumed run.
+    """
+    digest = hashlib.sha256(f"{seed}/{completion}/{step}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 class DrawnToken(NamedTuple):
@@ -361,3 +387,99 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(item.count for item in self.scheduled)
+
+
+# Predict answer lengths and the cache that they need, from a rate learnt from the run. No torch.
+
+Array = NDArray[np.float64]
+
+# Most passes ahead at which a forecast is evaluated, evenly spaced until the last answer must have ended.
+_POINTS = 48
+# Keeps logarithms finite.
+_LARGEST_RATE = 0.999
+
+
+class AnswerLengths:
+    """Counts tokens and ends of answers, by group: the `max_tokens` of their requests.
+
+    The group None has answers that never end early.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: Counter[int] = Counter()
+        self._ended: Counter[int] = Counter()
+
+    def count_token(self, group: int | None) -> None:
+        """Count a token that was drawn."""
+        if group is not None:
+            self._drawn[group] += 1
+
+    def count_end(self, group: int | None) -> None:
+        """Count an answer that ended before `max_tokens`."""
+        if group is not None:
+            self._ended[group] += 1
+
+    def end_rate(self, group: int | None) -> float:
+        """Return the probability that a running answer ends at its next token."""
+        if group is None:
+            return 0.0
+        return min(1.0, (self._ended[group] + 1) / (self._drawn[group] + group / 2))
+
+    def expected_tokens(self, group: int | None, most: int) -> float:
+        """Return the expected number of further tokens of an answer that may have `most` more."""
+        rate = self.end_rate(group)
+        return float(most) if rate == 0.0 else float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
+
+
+@dataclass(frozen=True)
+class CacheDemand:
+    """Cache that the sequences of one block may need.
+
+    tokens: of the longest sequence, the next one included; each slot is as wide.
+    remaining: tokens that each sequence may still append.
+    end_rates: of each sequence.
+    constant: positions besides these, for as long as a forecast looks.
+    """
+
+    tokens: int
+    remaining: list[int]
+    end_rates: list[float]
+    constant: int = 0
+
+
+class Forecast:
+    """Positions of KV cache that running answers are expected to take in the passes to come.
+
+    Means and variances are sums over sequences, which end independently of each other.
+    """
+
+    def __init__(self, horizon: int, page_tokens: int, slot_overhead: int) -> None:
+        """Begin without any sequences.
+
+        horizon: passes until the last answer must have ended.
+        slot_overhead: positions of a slot beside its tokens.
+        """
+        self._passes: Array = np.unique(np.linspace(0, max(1, horizon), _POINTS).round())
+        self._page_tokens, self._slot_overhead = page_tokens, slot_overhead
+        self._mean: Array = np.zeros(len(self._passes))
+        self._variance: Array = np.zeros(len(self._passes))
+
+    def add(self, demand: CacheDemand) -> None:
+        mean, variance = self._moments(demand)
+        self._mean, self._variance = self._mean + mean, self._variance + variance
+
+    def peak_with(self, demand: CacheDemand) -> float:
+        """Return the largest expectation, plus a standard deviation, with one block more."""
+        mean, variance = self._moments(demand)
+        return float(np.max(self._mean + mean + np.sqrt(self._variance + variance)))
+
+    def _moments(self, demand: CacheDemand) -> tuple[Array, Array]:
+        if not demand.remaining:
+            return np.full(len(self._passes), float(demand.constant)), np.zeros(len(self._passes))
+        remaining = np.array(demand.remaining, dtype=np.float64)[:, None]
+        rates = np.minimum(np.array(demand.end_rates), _LARGEST_RATE)[:, None]
+        running = np.exp(self._passes * np.log1p(-rates)) * (self._passes <= remaining)
+        most = float(remaining.max())
+        slot = np.ceil((demand.tokens + self._passes) / self._page_tokens) * self._page_tokens
+        slot = np.minimum(slot, demand.tokens + most) + self._slot_overhead
+        return demand.constant + (running * slot).sum(0), (running * (1 - running) * slot**2).sum(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.policy import Schedule
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summari
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import Curve, load_profile
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE, Spread
+from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.spread import DATA_SHEET, FITTED, PIPELINE, Spread
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.paths import SHARED
 

@@ -186,12 +186,12 @@ def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) ->
 
 MEASURED = """
 import sys
-from flexgen_helm.checkpoint import convert as module, pickles
+from flexgen_helm.checkpoint import convert as module
 module.convert(sys.argv[2])
 module.MAPPED_BYTES = 24 << 20
 if sys.argv[1] == "careless":
-    real = pickles.torch.load
-    pickles.torch.load = lambda file, **options: real(file, **{**options, "mmap": False})
+    real = module.torch.load
+    module.torch.load = lambda file, **options: real(file, **{**options, "mmap": False})
 print("warm", flush=True); sys.stdin.readline()
 print(module.convert(sys.argv[3], shard_bytes=64 << 20).path, flush=True); sys.stdin.readline()
 """

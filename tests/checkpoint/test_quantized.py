@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint, read_header
 from flexgen_helm.cli import main
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.units import size
+from flexgen_helm.files import size
 from tests.helpers.quantized_sets import FORMATS, fp8_by_block
 
 transformers = pytest.importorskip("transformers")

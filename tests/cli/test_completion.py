@@ -6,7 +6,7 @@ import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.hardware.profile import shipped_profiles
-from flexgen_helm.planner.schedules import SCHEDULES
+from flexgen_helm.planner.policy import SCHEDULES
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.console_script import run_script
 

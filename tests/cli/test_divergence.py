@@ -10,7 +10,7 @@ from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.plugin import run_answers
 from tests.helpers.suites import accuracies, write_run
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flexgen_helm import cli
-from flexgen_helm.cli import checks
-from flexgen_helm.hardware.control_groups import HostMemory
+from flexgen_helm.cli import doctor as module
+from flexgen_helm.hardware.host_memory import HostMemory
 from tests.helpers.small_disks import read_only
 
 
@@ -22,7 +22,7 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
     # A fresh interpreter with HELM takes many seconds; each of these has a test of its own.
-    monkeypatch.setattr(checks, "_python_subprocess", lambda code, *arguments: None)
+    monkeypatch.setattr(module, "_python_subprocess", lambda code, *arguments: None)
 
 
 def doctor(capsys, *argv):
@@ -70,13 +70,13 @@ def test_doctor_finds_a_value_that_is_not_finite(tiny, own_home, capsys, tmp_pat
 
 @pytest.mark.parametrize(("release", "status"), [("5.23.0", "ok"), ("5.23.0+cpu", "ok"), ("5.99.0", "warning")])
 def test_doctor_names_releases_that_no_test_has_seen(release, status, monkeypatch):
-    own = checks.metadata.version
-    monkeypatch.setattr(checks.metadata, "version", lambda name: release if name == "transformers" else own(name))
+    own = module.metadata.version
+    monkeypatch.setattr(module.metadata, "version", lambda name: release if name == "transformers" else own(name))
     monkeypatch.setattr(
         "flexgen_helm.engine.proof.proved_table",
-        lambda: {"tested": {"transformers": ["5.20.0", "5.23.0"], "torch": [checks._base_version("torch")]}},
+        lambda: {"tested": {"transformers": ["5.20.0", "5.23.0"], "torch": [module._base_version("torch")]}},
     )
-    finding = checks._tested()
+    finding = module._tested()
     assert finding.status == status and release.partition("+")[0] in finding.found
     if status == "warning":
         assert "transformers 5.99.0" in finding.found and "torch" not in finding.found
@@ -86,9 +86,9 @@ def test_doctor_names_releases_that_no_test_has_seen(release, status, monkeypatc
 def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "nowhere"))
     monkeypatch.setattr(
-        checks, "_python_subprocess", lambda code, *arguments: "operator torchvision::nms does not exist"
+        module, "_python_subprocess", lambda code, *arguments: "operator torchvision::nms does not exist"
     )
-    monkeypatch.setattr(checks.metadata, "version", lambda package: "0.6.1" if package == "crfm-helm" else "1.0")
+    monkeypatch.setattr(module.metadata, "version", lambda package: "0.6.1" if package == "crfm-helm" else "1.0")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "journal").write_text("in the way")
     assert cli.main(["doctor", "--json"]) == 1
@@ -122,22 +122,22 @@ def test_a_home_that_cannot_be_written_is_no_defect_to_report(own_home, capsys, 
 
 def test_a_network_disk_is_noticed(own_home, monkeypatch):
     mounts = [SimpleNamespace(mountpoint="/", fstype="nfs4"), SimpleNamespace(mountpoint="/elsewhere", fstype="ext4")]
-    monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all: mounts)
-    assert checks.run_checks()["journal"].status == "warning"
+    monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: mounts)
+    assert module.run_checks()["journal"].status == "warning"
 
 
 def test_a_check_that_breaks_is_a_finding(monkeypatch):
     def broken():
         raise ImportError("libcudart is missing")
 
-    monkeypatch.setattr(checks, "_CHECKS", {"torch": broken, "python": checks._python})
-    assert [finding.status for finding in checks.run_checks().values()] == ["failed", "ok"]
+    monkeypatch.setattr(module, "_CHECKS", {"torch": broken, "python": module._python})
+    assert [finding.status for finding in module.run_checks().values()] == ["failed", "ok"]
 
 
 def test_the_error_of_a_fresh_interpreter_is_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    assert checks._python_subprocess("import sys") is None
-    assert "ModuleNotFoundError" in (checks._python_subprocess("import no_such_module") or "")
+    assert module._python_subprocess("import sys") is None
+    assert "ModuleNotFoundError" in (module._python_subprocess("import no_such_module") or "")
 
 
 def test_a_fresh_interpreter_reads_relative_paths_as_a_run_does(tmp_path, monkeypatch):
@@ -148,55 +148,55 @@ def test_a_fresh_interpreter_reads_relative_paths_as_a_run_does(tmp_path, monkey
     (tmp_path / "psutil.py").write_text("raise ImportError('found beside the data')")
     monkeypatch.chdir(tmp_path)
     resolve = "import psutil; from flexgen_helm.checkpoint.names import resolve; resolve('mine')"
-    assert checks._python_subprocess(resolve) is None
+    assert module._python_subprocess(resolve) is None
 
 
 # Each promise, broken
 
 
 def test_a_version_with_a_hole_is_not_supported(monkeypatch):
-    honest = checks.metadata.version
-    assert checks._packages().status == "ok"
-    monkeypatch.setattr(checks.metadata, "version", lambda name: "5.2.0" if name == "transformers" else honest(name))
-    finding = checks._packages()
+    honest = module.metadata.version
+    assert module._packages().status == "ok"
+    monkeypatch.setattr(module.metadata, "version", lambda name: "5.2.0" if name == "transformers" else honest(name))
+    finding = module._packages()
     assert finding.status == "failed" and finding.found == "not supported: transformers 5.2.0"
     assert 'pip install "transformers' in finding.remedy and ">=5.20" in finding.remedy
 
 
 def test_a_control_group_is_seen(monkeypatch):
-    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 3 << 30, 4 << 30))
-    finding = checks._memory()
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(4 << 30, 3 << 30, 4 << 30))
+    finding = module._memory()
     assert finding.status == "ok" and "control group of 4 GiB" in finding.found
-    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 1 << 30, 4 << 30))
-    assert checks._memory().status == "warning"
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(4 << 30, 1 << 30, 4 << 30))
+    assert module._memory().status == "warning"
 
 
 def test_limits_of_the_process_are_seen(monkeypatch):
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     limits = {}
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits.get(which, unlimited))
-    assert checks._limits().status == "ok"
+    monkeypatch.setattr(module.resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    assert module._limits().status == "ok"
     limits.update({resource.RLIMIT_NOFILE: (256, 1024), resource.RLIMIT_FSIZE: (1 << 30, 1 << 30)})
-    finding = checks._limits()
+    finding = module._limits()
     assert finding.status == "warning"
     assert finding.found == "ulimit -n (open files) 1,024, -f (file size) 1 GiB"
     limits[resource.RLIMIT_AS] = (3 << 30, 3 << 30)
-    finding = checks._limits()
+    finding = module._limits()
     assert finding.status == "failed" and finding.found.startswith("ulimit -v is 3 GiB of address space, and")
     limits[resource.RLIMIT_AS] = (1 << 50, 1 << 50)
-    assert checks._limits().status == "warning"
+    assert module._limits().status == "warning"
 
 
 def test_answers_that_are_not_found_again_are_noticed(own_home, monkeypatch):
     from flexgen_helm.response_cache import ResponseCache
 
-    assert checks._response_cache().status == "ok"
+    assert module._response_cache().status == "ok"
     monkeypatch.setattr(ResponseCache, "get_many", lambda self, keys: {})
-    assert "not found again" in checks._response_cache().found
+    assert "not found again" in module._response_cache().found
 
 
 def test_nothing_is_left_in_the_home(own_home, tmp_path):
-    for check in (checks._response_cache, checks._locks, checks._direct_reads):
+    for check in (module._response_cache, module._locks, module._direct_reads):
         assert check().status != "failed"
     assert [path.name for path in (tmp_path / "home").rglob("*")] == ["journal"]
 
@@ -204,9 +204,9 @@ def test_nothing_is_left_in_the_home(own_home, tmp_path):
 def test_a_lock_that_another_process_gets_is_noticed(tmp_path, monkeypatch):
     """On a disk whose locks are ignored."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    assert checks._locks().status == "ok"
-    monkeypatch.setattr(checks.fcntl, "flock", lambda *_: None)
-    assert checks._locks().found.endswith("two processes hold one lock")
+    assert module._locks().status == "ok"
+    monkeypatch.setattr(module.fcntl, "flock", lambda *_: None)
+    assert module._locks().found.endswith("two processes hold one lock")
 
 
 def test_a_disk_without_direct_reads_is_a_warning(own_home, monkeypatch):
@@ -218,5 +218,5 @@ def test_a_disk_without_direct_reads_is_a_warning(own_home, monkeypatch):
         return honest(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refusing)
-    finding = checks._direct_reads()
+    finding = module._direct_reads()
     assert finding.status == "warning" and "--offload-dir" in finding.remedy

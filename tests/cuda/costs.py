@@ -15,7 +15,7 @@ from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.cuda.device import Device
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
-COPIES = ("offload/copy_engine.py", "offload/prefetcher.py")
+COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py")
 
 
 @dataclass

@@ -74,8 +74,8 @@ def run(
             engine_module, "compute_dtype", lambda on, stored: dtype if on.type == device else chosen(on, stored)
         )
         # Three units of a tiny model: its memory is used again and again.
-        patch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 16)
-        patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)  # caches of tiny models are pinned too
+        patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
+        patch.setattr("flexgen_helm.offload.transfer_manager.SMALLEST_REGION", 1)
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
             results = engine.run(asked, **(stops or {}))
             for result in results:

@@ -201,13 +201,13 @@ def test_locks_and_joins_order_threads(device, order):
 
 
 def test_it_counts_by_source_line(device):
-    from flexgen_helm.offload.copy_engine import CudaCopyEngine
+    from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 
     engine = CudaCopyEngine(torch.device("cuda"))
     device.reset()
     engine.to_device(torch.ones(4))
     for counter in (device.kernels, device.allocations, device.syncs):
-        assert counter and all(place.startswith("offload/copy_engine.py:") for place in counter)
+        assert counter and all(place.startswith("offload/transfer_manager.py:") for place in counter)
 
 
 def test_a_pinned_tensor_takes_a_power_of_two(device):

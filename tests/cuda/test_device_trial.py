@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.hardware.fast_paths import COPIES, GRAPHS, REGISTERED, TRITON
+from flexgen_helm.hardware.process_state import COPIES, GRAPHS, REGISTERED, TRITON
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

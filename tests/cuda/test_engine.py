@@ -245,7 +245,7 @@ def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
     moved = record["bytes"]["cpu_to_gpu"]
     assert all(moved.values()) and all(pinned and dense for pinned, dense, _ in sources)
     assert record["hardware"]["host_memory"] == "pinned"
-    assert not [place for place in device.pageable_copies if place.startswith("offload/copy_engine.py")]
+    assert not [place for place in device.pageable_copies if place.startswith("offload/transfer_manager.py")]
     assert not device.pinned_bytes, "freed with the engine"
     matrices = [p for p in model.text_parameters() if p.ndim == 2]
     exact = sum(-(-2 * p.numel() // 4096) * 4096 for p in matrices)

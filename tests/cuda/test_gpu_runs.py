@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.engine_runs import DISK, HOST, LIMITS, ROOMY, THIRDS, assert_close, requests, run
 

@@ -13,13 +13,11 @@ from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
 from flexgen_helm.models.decoder import Decoder, StageWeights
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.planner.affine import ONE
-from flexgen_helm.planner.constants import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.planner.placement import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.schedules import ROW
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.policy import ROW, Workload
+from flexgen_helm.planner.problem import ONE, BlockShape
 from flexgen_helm.planner.workspace import Workspace
 
 

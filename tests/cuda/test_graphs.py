@@ -14,7 +14,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.engine.attention_metadata import AttentionMetadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.constants import GRAPH_ROWS
+from flexgen_helm.planner.placement import GRAPH_ROWS
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import Device, cuda_in_host_memory
 from tests.cuda.engine_runs import MIB, ROOMY, assert_close, each_family, requests, run, selected_and_slow

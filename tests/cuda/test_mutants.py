@@ -17,14 +17,13 @@ import torch
 import flexgen_helm
 from flexgen_helm import Policy
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.hardware.fast_paths import COPIES, switched_off
+from flexgen_helm.hardware.process_state import COPIES, switched_off
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.copy_engine import CudaCopyEngine
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
 from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.run_memory import RunMemory
+from flexgen_helm.planner.run_plan import RunMemory
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import requests, run
@@ -157,7 +156,7 @@ def races_of_what_breaks_off(folder) -> int:
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         for name in ("to_host", "to_device"):
             patch.setattr(TransferManager, name, late(getattr(TransferManager, name)))
-        patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)
+        patch.setattr("flexgen_helm.offload.transfer_manager.SMALLEST_REGION", 1)
         cuda, on_host = torch.device("cuda"), {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
         tiers = TransferManager(
             cuda, "gpu", {tier: Ledger(tier, 1 << 26) for tier in TIERS}, CudaCopyEngine(cuda), folder

@@ -56,7 +56,7 @@ def passes(folder, policy, clock, host_s):
         patch.setattr(Executor, "run", run_pass)
         for name in ("_MAX_UNIT_BYTES", "_MIN_UNIT_BYTES"):
             patch.setattr(f"flexgen_helm.offload.weights.{name}", UNIT_BYTES)
-        patch.setattr("flexgen_helm.offload.copy_engine.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
+        patch.setattr("flexgen_helm.offload.transfer_manager.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
         run(
             folder, requests(8, 20, 5), torch.float16, limits=LIMITS, policy=policy, schedule="zigzag",
             cpu_attention=bool(host_s), cuda_graphs=False,

@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
                  "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     named = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in ENTRIES]
     # A token of so small a model costs less than attending to one segment more: share as a large one would.
-    free = "from flexgen_helm.scheduling import prefix_cost; prefix_cost._SEGMENT_FLOPS = 0.0"
+    free = "from flexgen_helm.scheduling import prefix_tree; prefix_tree._SEGMENT_FLOPS = 0.0"
     main = f"import sys; {free}; from flexgen_helm.cli import main; sys.exit(main())"
     command = [*python("all"), "-c", main, "run", "-r", *named, "-m", "3", "--suite", "s"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)

@@ -147,7 +147,7 @@ def test_results_are_reported_as_they_finish(engine):
 @pytest.mark.parametrize("schedule, new", [("prefill-only", 1), ("zigzag", 1), ("zigzag", 5), ("row", 5)])
 def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatch, schedule, new):
     """A pass through streamed weights may be the whole run, so what it computes is not done when it begins."""
-    monkeypatch.setattr("flexgen_helm.engine.results._REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("flexgen_helm.engine.run._REPORT_EVERY_S", 0.0)
     asked = [GenerationRequest(prompt_token_ids=[3 + i] * 9, max_tokens=new, ignore_eos=True) for i in range(6)]
     seen = []
     with Engine.from_pretrained(tiny("llama").path, schedule=schedule) as engine:

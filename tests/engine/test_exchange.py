@@ -8,7 +8,7 @@ import torch
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.pipeline import CloseEngine, Pipeline
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.process_state import Rank
 
 HIDDEN = torch.zeros(2, 3)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.engine.logits import greedy_tokens, log_normalizers
+from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers
 
 
 @settings(deadline=None)

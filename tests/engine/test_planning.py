@@ -16,14 +16,12 @@ from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner import planner
-from flexgen_helm.planner.learning import corrected, corrections
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.planner import corrected, corrections
+from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
 
 
@@ -41,7 +39,7 @@ def streamed_limit(path):
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     asked = requests(9, new=new)
     with Engine.from_pretrained(path, device="cpu") as near:
@@ -60,7 +58,7 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
 
 def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(tiny, tmp_path, monkeypatch):
     """Command and engine have one capacity: the workspace of computing is not within the limit, as it is when run."""
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     limits = MemoryLimits(gpu=streamed_limit(path), cpu=64 << 20)
     with Engine.from_pretrained(path, device="sim", limits=limits, offload_dir=tmp_path) as engine:
@@ -119,7 +117,7 @@ def test_a_run_is_judged_by_the_block_that_its_cache_had_room_for(tiny, monkeypa
 
 def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
     """Scoring is planned as prefill-only; the run that follows may generate."""
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
     limits = MemoryLimits(cpu=streamed_limit(path))
@@ -314,7 +312,7 @@ def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
 
 def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, tmp_path, monkeypatch):
     """Its cache and hidden states go where the engine's own memory plan puts them."""
-    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
     on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)

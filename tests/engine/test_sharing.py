@@ -13,11 +13,11 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.models import attention
 from flexgen_helm.models.config import HEAD_MATRIX
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.planner.constants import UNLIMITED
-from flexgen_helm.planner.schedules import ROW
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.planner.placement import UNLIMITED
+from flexgen_helm.planner.policy import ROW
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
-from flexgen_helm.scheduling import prefix_cost
+from flexgen_helm.scheduling import prefix_tree
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
 from flexgen_helm.scheduling.prepare import planned_workload, shared_prefixes
 from tests.helpers.faults import replaced
@@ -36,7 +36,7 @@ def sharing(monkeypatch):
 
 def alone(monkeypatch):
     """The engine as if nothing were worth sharing."""
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 1e9)
+    monkeypatch.setattr(prefix_tree, "_SEGMENT_S", 1e9)
 
 
 def tree(seed: int = 0, count: int = 12) -> list[list[int]]:

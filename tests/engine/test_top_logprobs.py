@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.logits import most_probable
+from flexgen_helm.engine.sampler import most_probable
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import MAX_TOP_LOGPROBS
 from flexgen_helm.response_cache import decode_result, encode_result

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup
-from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.hardware.host_memory import host_memory
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.schedules import SCHEDULES
+from flexgen_helm.planner.policy import SCHEDULES
 from tests.helpers.parity import prompts
 
 MIB = 1 << 20

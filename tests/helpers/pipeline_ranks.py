@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
-from flexgen_helm.hardware.ranks import Rank, rank_of_process
+from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_helm.scheduling import prefix_cost
+from flexgen_helm.scheduling import prefix_tree
 
 
 def share_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """However tiny the models are, that one token is saved is worth it."""
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 0.0)
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_FLOPS", 0.0)
+    monkeypatch.setattr(prefix_tree, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(prefix_tree, "_SEGMENT_FLOPS", 0.0)

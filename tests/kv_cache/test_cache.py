@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
+from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
-from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat

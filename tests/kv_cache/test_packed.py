@@ -21,7 +21,7 @@ from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
-from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.quant import precisions
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision

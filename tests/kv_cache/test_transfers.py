@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.transfers import BlockTransfers
-from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
 

@@ -12,7 +12,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.states import BlockStates
+from flexgen_helm.kv_cache.storage import BlockStates
 from flexgen_helm.models.transformers_backend import trace
 from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 from tests.helpers.backend_models import largest_difference, saved
@@ -96,7 +96,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
 
         monkeypatch.setattr(BlockStates, "write", one_version)
     monkeypatch.setattr(Executor, "_layer", fails_once)
-    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 2)
+    monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 2)
     asked = requests()
     with Engine.from_pretrained(folder) as engine:
         results = engine.run(asked)
@@ -127,7 +127,7 @@ def test_answers_that_grow_by_pages_and_are_preempted(name, monkeypatch, tmp_pat
         honest(self, block, sources)
 
     monkeypatch.setattr(KVCache, "regroup", failing)
-    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 3)
+    monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 3)
     with Engine.from_pretrained(tmp_path) as engine:
         results, record = engine.run(asked), engine.last_run
     assert len(calls) > 5 and record["preemptions"] > 0

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.planner.placement import TIERS
 
 WIDTH = 6

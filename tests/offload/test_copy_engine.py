@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from tests.helpers.threads import in_thread
 
 

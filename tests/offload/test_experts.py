@@ -18,8 +18,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.models.config import expert_number, expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.expert_cache import ExpertCache
-from flexgen_helm.offload.experts import ExpertStreamer
+from flexgen_helm.offload.experts import ExpertCache, ExpertStreamer
 from flexgen_helm.offload.matrices import ExpertMatrix
 from flexgen_helm.offload.staging import ALIGNMENT
 from flexgen_helm.offload.transfer_stats import TransferStats

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload import host_pool
-from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
-from flexgen_helm.offload.host_pool import HostPool
-from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.planner.constants import PINNED_EXCESS_SHARE
+from flexgen_helm.offload import transfer_manager
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import HostPool, SimulatedCopyEngine
+from flexgen_helm.planner.placement import PINNED_EXCESS_SHARE
 
 PAGE = 4096
 
@@ -127,7 +126,7 @@ def test_runs_use_regions_of_earlier_runs(tiny, tmp_path, device, monkeypatch):
         tiny("llama").path, device=device, policy="3x2,0,100,0,100,0,100", schedule="zigzag", cpu_attention=False,
         limits=MemoryLimits(64 << 20, 64 << 20, 64 << 20), offload_dir=tmp_path,
     ) as engine:  # fmt: skip
-        monkeypatch.setattr(host_pool, "SMALLEST_REGION", 1)
+        monkeypatch.setattr(transfer_manager, "SMALLEST_REGION", 1)
         counts = []
         for _ in range(3):
             engine.run(asked)

@@ -14,8 +14,8 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, MemoryLimitError
-from flexgen_helm.offload.at_rest import WeightsAtRest
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile
+from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.precisions import PRECISIONS

@@ -12,9 +12,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import TIERS, StorageSizes
-from flexgen_helm.planner.staging import loader_buffer_bytes
+from flexgen_helm.planner.placement import TIERS, Machine, StorageSizes, loader_buffer_bytes
 from flexgen_helm.planner.weight_placement import place_weights
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT

@@ -11,10 +11,10 @@ import torch
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.device import simulated_disk
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.rate_limit import RateLimit
 from flexgen_helm.offload.staging import ALIGNMENT, pages
+from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
+from flexgen_helm.offload.transfer_stats import RateLimit
 from flexgen_helm.planner.plan import simulated_gpu
 
 SIZE = 16 * ALIGNMENT

@@ -11,15 +11,12 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner import constants
-from flexgen_helm.planner.affine import fraction_vector
+from flexgen_helm.planner import placement
 from flexgen_helm.planner.cost_model import RESOURCES, block_costs, pass_seconds
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.problem import BlockShape, fraction_vector
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.planning_problems import config
 
@@ -243,13 +240,13 @@ def test_few_rows_read_packed_weights_and_more_dequantize_them(machine, model, m
 def test_the_rows_of_fused_products_are_the_kernels_own():
     from flexgen_helm.quant import kernels
 
-    assert constants.FUSED_ROWS_ON_CPUS == kernels.QUANTIZED_MATMUL_ROWS
+    assert placement.FUSED_ROWS_ON_CPUS == kernels.QUANTIZED_MATMUL_ROWS
     pytest.importorskip("triton")
     from flexgen_helm.quant.triton_launches import direct_rows
 
     # An H100, the one with tensor cores that takes fewest rows together with the RTX 3090; and a T4.
-    assert direct_rows((9, 0), 132, 1.83e9, 3.35e12, 2) == constants.FUSED_ROWS_WITH_TENSOR_CORES
-    assert direct_rows((7, 5), 40, 1.59e9, 320e9, 2) == constants.FUSED_ROWS_ON_DEVICES
+    assert direct_rows((9, 0), 132, 1.83e9, 3.35e12, 2) == placement.FUSED_ROWS_WITH_TENSOR_CORES
+    assert direct_rows((7, 5), 40, 1.59e9, 320e9, 2) == placement.FUSED_ROWS_ON_DEVICES
     assert [load_profile(name).gpu.has_bfloat16 for name in ("t4", "rtx3090", "a100", "h100")] == [False, *3 * [True]]
 
 
@@ -279,4 +276,4 @@ def test_plans_leave_room_for_what_pinned_regions_have_beyond_caches():
     shape, cached = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
     exact = 32 * 544 * problem.kv_elements * 2
     form = block_costs(problem, shape, resident=True).memory["cpu"][0]
-    assert float(form @ cached) == pytest.approx(exact * (1 + constants.PINNED_EXCESS_SHARE))
+    assert float(form @ cached) == pytest.approx(exact * (1 + placement.PINNED_EXCESS_SHARE))

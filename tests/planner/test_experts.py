@@ -14,18 +14,20 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.models.transformers_backend.config import ExpertTensors, LayerKind, TransformersConfig
-from flexgen_helm.planner.affine import WD, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
-from flexgen_helm.planner.experts import expected_experts, fitted_skew
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import TIERS, StorageSizes, achieved_fractions, place
+from flexgen_helm.planner.placement import (
+    TIERS,
+    Machine,
+    StorageSizes,
+    achieved_fractions,
+    expert_slot_bytes,
+    place,
+    staging_sizes,
+)
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.schedules import ZIGZAG
-from flexgen_helm.planner.staging import expert_slot_bytes, staging_sizes
+from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
+from flexgen_helm.planner.problem import WD, BlockShape, expected_experts, fitted_skew, fraction_vector
 from flexgen_helm.planner.weight_placement import place_weights
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import config
 

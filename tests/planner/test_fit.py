@@ -7,10 +7,8 @@ import pytest
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import tensor_shapes
-from flexgen_helm.planner.fit import fit, weight_bytes
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import StorageSizes, Tier
-from flexgen_helm.planner.weight_placement import place_weights
+from flexgen_helm.planner.placement import Machine, StorageSizes, Tier
+from flexgen_helm.planner.weight_placement import fit, place_weights, weight_bytes
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.shares import share

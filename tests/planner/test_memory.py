@@ -10,18 +10,13 @@ import pytest
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import SCORE_TOKENS, tensor_shapes
 from flexgen_helm.planner import workspace
-from flexgen_helm.planner.cache_sizes import CacheSizes
-from flexgen_helm.planner.constants import ACTIVATIONS_SHARE, MAX_PENDING_STORE_BYTES
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.placement import ACTIVATIONS_SHARE, MAX_PENDING_STORE_BYTES, CacheSizes, Machine, StorageSizes
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.run_memory import RunMemory, RunSize
-from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
+from flexgen_helm.planner.run_plan import RunMemory, RunSize
 from flexgen_helm.planner.weight_placement import Placement
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small

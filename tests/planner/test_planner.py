@@ -9,13 +9,11 @@ import pytest
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
-from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import Machine
 from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import Choices, Policy
+from flexgen_helm.planner.policy import ROW, ZIGZAG, Choices, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.run_memory import RunSize
-from flexgen_helm.planner.schedules import ROW, ZIGZAG
-from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.run_plan import RunSize
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.paths import ROOT
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small

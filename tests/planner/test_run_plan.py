@@ -6,15 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.planner.linear_program import Solution
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import StorageSizes
-from flexgen_helm.planner.policy import Choices, Policy
-from flexgen_helm.planner.run_memory import RunSize
-from flexgen_helm.planner.run_plan import RunPlan, plan_run
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits
-from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
-from flexgen_helm.planner.search import search
+from flexgen_helm.planner.placement import Machine, SchedulerLimits, StorageSizes
+from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Choices, Policy
+from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.planning_problems import MIB, config, small

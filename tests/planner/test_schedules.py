@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.planner.schedules import AUTOMATIC, SCHEDULES
+from flexgen_helm.planner.policy import AUTOMATIC, SCHEDULES
 from flexgen_helm.scheduling.work_items import WorkItem, work_items
 from tests.helpers.paths import ROOT
 

@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile, shipped_profiles
-from flexgen_helm.planner import linear_program
 from flexgen_helm.planner import search as search_module
-from flexgen_helm.planner.frontier import frontier_points
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
-from flexgen_helm.planner.search import search
+from flexgen_helm.planner.search import frontier_points, search
 from flexgen_helm.planner.weight_placement import place_weights
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
@@ -280,7 +276,7 @@ def test_of_equal_costs_the_one_in_memory_is_taken(gpu, cpu, monkeypatch):
     monkeypatch.setattr(search_module, "_COARSE_MATRICES", 0)
     found = search(problem)
     assert (found.policy.wd, found.policy.cd, found.policy.hd) == (0, 0, 0)
-    monkeypatch.setattr(linear_program, "_PREFERS_MEMORY", 0.0)
+    monkeypatch.setattr(search_module, "_PREFERS_MEMORY", 0.0)
     assert search(problem).policy.wd > 0.5, "the solver has no preference of its own"
 
 

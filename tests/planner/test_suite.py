@@ -6,11 +6,9 @@ import pytest
 
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import make_plan, planning_problem
+from flexgen_helm.planner.plan import EntryWorkload, _seconds, joined, make_plan, plan_suite, planning_problem
+from flexgen_helm.planner.policy import ZIGZAG, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import ZIGZAG
-from flexgen_helm.planner.suite import EntryWorkload, _seconds, joined, plan_suite
-from flexgen_helm.planner.workload import Workload
 
 
 def entry(name: str, *lengths: tuple[int, int, int], saved: int = 0) -> EntryWorkload:

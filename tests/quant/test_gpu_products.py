@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_helm.hardware.fast_paths import switched_off
+from flexgen_helm.hardware.process_state import switched_off
 from flexgen_helm.quant import kernels
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize

@@ -15,7 +15,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 
 triton = pytest.importorskip("triton")
 
-from flexgen_helm.quant import triton_kernels, triton_launches  # noqa: E402
+from flexgen_helm.quant import triton_launches  # noqa: E402
 from tests.helpers.shares import share  # noqa: E402
 from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_driver, resources  # noqa: E402
 from tests.helpers.triton_stand_in import run  # noqa: E402
@@ -170,7 +170,7 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
         y = triton_launches.matmul(x, packed, fmt, rows, bias)
         assert torch.allclose(y, x @ weights.t() + bias, atol=1e-4)
     # The columns of the second product are split, unless the bound on partial sums forbids it.
-    joined = launches[-1].kernel is triton_kernels.join
+    joined = launches[-1].kernel is triton_launches.join
     assert joined == (launches[2].grid[1] > 1) and (joined or tokens > 1)
 
 
@@ -188,7 +188,11 @@ def test_products_with_no_rows_and_with_many(monkeypatch):
     bias = torch.randn(64)
     y = triton_launches.matmul(x[:150], packed, OURS, 64, bias)
     assert torch.allclose(y, x[:150] @ dequantize(packed, OURS, 64, 64).t() + bias, atol=1e-4)
-    assert [one.constants["padded_tokens"] for one in launches if one.kernel is not triton_kernels.join] == [64, 64, 32]
+    assert [one.constants["padded_tokens"] for one in launches if one.kernel is not triton_launches.join] == [
+        64,
+        64,
+        32,
+    ]
 
 
 # Name, capability, processors, clock in Hz, bytes a second of memory, rows with 16 bits, with float32.

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.errors import OffloadError
-from flexgen_helm.offload import copy_engine, disk
+from flexgen_helm.offload import disk, transfer_manager
 from flexgen_helm.quant import precisions
 from tests.helpers.faults import replaced
 from tests.helpers.offload import offloaded, policies
@@ -104,7 +104,7 @@ def delayed(seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
-        patch.setattr(copy_engine.SimulatedCopyEngine, "_copy", slow(copy_engine.SimulatedCopyEngine._copy))
+        patch.setattr(transfer_manager.SimulatedCopyEngine, "_copy", slow(transfer_manager.SimulatedCopyEngine._copy))
         yield
 
 

@@ -15,8 +15,8 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
-from flexgen_helm.report.comparison_tables import comparison_tables, speeds_table
 from flexgen_helm.report.pages import comparison_page
+from flexgen_helm.report.tables import comparison_tables, speeds_table
 from tests.helpers.console_script import SCRIPT
 from tests.helpers.forks import python
 from tests.helpers.suites import accuracies, write_run

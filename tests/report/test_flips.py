@@ -13,8 +13,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.report.answers import read_answers
-from flexgen_helm.report.comparison import compare_runs, compare_suite
-from flexgen_helm.report.flips import flip_groups
+from flexgen_helm.report.comparison import compare_runs, compare_suite, flip_groups
 from flexgen_helm.report.pages import comparison_page
 from flexgen_helm.report.scores import read_finished_runs
 from tests.helpers.suites import accuracies, request_state, write_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexgen_helm.planner.frontier import frontier_points
+from flexgen_helm.planner.search import frontier_points
 from flexgen_helm.report.comparison import compare_runs
 from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
 from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page

@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.quantized.bitsandbytes import TableTensor
 from flexgen_helm.checkpoint.quantized.config import Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, PlainTensor
-from flexgen_helm.checkpoint.quantized.packed_integers import AwqTensor, GptqTensor, PackedTensor
-from flexgen_helm.checkpoint.quantized.scaled import ScaledTensor, TransposedTensor
+from flexgen_helm.checkpoint.quantized.scaled import (
+    AwqTensor,
+    GptqTensor,
+    PackedTensor,
+    ScaledTensor,
+    TableTensor,
+    TransposedTensor,
+)
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 

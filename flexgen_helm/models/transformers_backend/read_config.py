@@ -20,9 +20,8 @@ from flexgen_helm.models.transformers_backend.config import (
 )
 from flexgen_helm.models.transformers_backend.empty_model import OWN_ATTENTION
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall
-from flexgen_helm.models.transformers_backend.layer_kind import kept_in_float32, layer_kind
 from flexgen_helm.models.transformers_backend.layered_model import LayeredModel, own_tensors
-from flexgen_helm.models.transformers_backend.trace import LayerTrace, trace_layers
+from flexgen_helm.models.transformers_backend.trace import LayerTrace, kept_in_float32, layer_kind, trace_layers
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
 
