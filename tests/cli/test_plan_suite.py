@@ -127,7 +127,8 @@ EXAMPLES = "".join(f"Question: what is {number} times {number}?\nAnswer: {number
 
 def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr(suite_lengths, "_arguments", lambda name: ModelArguments(name, str(model.path)))
+    arguments = "flexgen_helm.service.models.model_arguments"
+    monkeypatch.setattr(arguments, lambda name, options: ModelArguments(name, str(model.path)))
     prompts = [f"{EXAMPLES}Question: is {word} a word?\nAnswer:" for word in ("apple", "ribbon", "zeal")]
     states = [state(prompt, "yes, it is") for prompt in prompts]
     file = write_run(tmp_path, "gsm:model=flexgen_some", states)
@@ -199,8 +200,3 @@ def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert cli.main(["plan", "--model", "opt-30b", "--hardware", "t4", *words]) != 0
     assert refusal in capsys.readouterr().err
-
-
-def test_a_plan_of_entries_needs_a_model(capsys):
-    assert cli.main(["plan", "-r", "gsm:model=flexgen/opt-30b", "--hardware", "t4"]) != 0
-    assert "plan needs --model; the models that the run entries name are not read" in capsys.readouterr().err

@@ -317,11 +317,12 @@ def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, t
     limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
     on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)
     with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
-        solved = engine._planner._block(Workload.uniform(12, 4, 9), engine.placement)
-        monkeypatch.setattr(engine._planner, "_block", lambda *_: replace(solved, policy=on_disk, schedule=ZIGZAG))
+        loaded = Policy(1, 1, wc=engine.placement.shares["cpu"])
+        solved = engine._planner._search(Workload.uniform(12, 4, 9), loaded)
+        monkeypatch.setattr(engine._planner, "_search", lambda *_: replace(solved, policy=on_disk, schedule=ZIGZAG))
         assert [result.error for result in engine.run(requests(9))] == [None] * 9
         assert engine.last_run["achieved_placement"]["cache"]["disk"] == 1.0
-        monkeypatch.setattr(engine._planner, "_block", lambda *_: None)
+        monkeypatch.setattr(engine._planner, "_search", lambda *_: None)
         assert [result.error for result in engine.run(requests(9))] == [None] * 9
         assert engine.last_run["achieved_placement"]["cache"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
         assert engine.last_run["achieved_placement"]["activations"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
