@@ -348,10 +348,10 @@ class TransferManager:
         """Return an event behind all work that was launched on the device; None if the host computes."""
         return None if self.copy_engine is None else self.copy_engine.launched()
 
-    def submit(self, thread: str, transfer: Callable[[], Result]) -> Future[Result]:
-        """Run a transfer in the background thread of that name, after those submitted before. Never blocks or raises.
+    def submit(self, name: str, transfer: Callable[[], Result], threads: int = 1) -> Future[Result]:
+        """Begin a transfer in the background thread of that name, or in one of so many, behind those submitted before.
 
-        Without overlap the transfer runs before this returns. The future has its result or its error.
+        Without overlap it runs before this returns. The future has its result or its error.
         """
         if not self.overlap:
             done: Future[Result] = Future()
@@ -360,9 +360,9 @@ class TransferManager:
             except BaseException as error:
                 done.set_exception(error)
             return done
-        if thread not in self._threads:
-            self._threads[thread] = ThreadPoolExecutor(1, thread_name_prefix=thread)
-        return self._threads[thread].submit(transfer)
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        return self._threads[name].submit(transfer)
 
     def store_async(self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]) -> Future[Result]:
         """Submit the store of data that takes `num_bytes` of memory until it is stored.
@@ -394,11 +394,14 @@ class TransferManager:
             self.peak_pending_store_bytes = max(self.peak_pending_store_bytes, self._pending_store_bytes)
         return self.submit(f"{kind} out", counted)
 
-    def wait(self, future: Future[Result], kind: Kind) -> Result:
-        """Return the future's result or raise its error; count the time until then as waiting."""
+    def wait(self, future: Future[Result], kind: Kind, detail: str = "") -> Result:
+        """Return the future's result or raise its error; count the time until then as waiting.
+
+        detail: for the timeline.
+        """
         if future.done():
             return future.result()
-        with self.stats.timed(f"wait_{kind}"):
+        with self.stats.timed(f"wait_{kind}", detail):
             return future.result()
 
     def note_fetch(self, num_bytes: int) -> None:

@@ -48,13 +48,13 @@ def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
 def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, placement):
     """For the router's choice, which the host must know. A loader waits for guesses of the next layer's choice."""
     guesses: list[int] = []
-    honest = ExpertStreamer._rank
+    honest = ExpertStreamer._guess
 
-    def rank(self: ExpertStreamer, *guess: Any) -> None:
+    def guess(self: ExpertStreamer, *likely: Any) -> None:
         guesses.append(threading.get_ident())
-        honest(self, *guess)
+        honest(self, *likely)
 
-    monkeypatch.setattr(ExpertStreamer, "_rank", rank)
+    monkeypatch.setattr(ExpertStreamer, "_guess", guess)
     settings = dict(precision="fp16", cpu_attention=False, offload_dir=tmp_path)
     if (policy := {**PLACEMENTS, "experts on disk": "3x2,60,0,0,100,0,100"}[placement]) is not None:
         settings |= dict(policy=policy, schedule="zigzag")

@@ -14,12 +14,12 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from tests.helpers.offload import tiers_of
 from tests.helpers.shares import share_of
 
 HEADS, DIM, LAYERS = 2, 16, 2
@@ -62,9 +62,7 @@ class Reference:
 
 def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, TransferManager]:
     tier, has_gpu = PLACES[place]
-    engine = SimulatedCopyEngine(None, None) if has_gpu else None
-    ledgers = {name: Ledger(name, 1 << 30) for name in TIERS}
-    tiers = TransferManager(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+    tiers = tiers_of(folder, overlap, has_gpu)
     fractions = {name: float(name == tier) for name in TIERS}
     return KVCache(CONFIG, tiers, torch.float32, fractions, cache_format=fmt), tiers
 

@@ -10,10 +10,8 @@ import torch
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.codec import make_codec
 from flexgen_helm.kv_cache.storage import HostStorage, MemoryStorage
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from tests.helpers.offload import tiers_of
 
 LAYER = 3
 
@@ -34,7 +32,7 @@ class Scripted(HostStorage):
 
 @pytest.fixture
 def transfers(tmp_path):
-    tiers = TransferManager(torch.device("cpu"), "cpu", {tier: Ledger(tier, 1000) for tier in TIERS}, None, tmp_path)
+    tiers = tiers_of(tmp_path)
     prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
     codec = make_codec(None, 1, 1, torch.float32)
     memory = MemoryStorage("cpu", codec, 1, 5, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
