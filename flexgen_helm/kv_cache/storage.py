@@ -430,30 +430,13 @@ class DiskStorage(FetchedStorage):
 FileSlots = SequenceOf[tuple[int, int]]
 
 
-class FileLayout(ABC):
-    """Where units are in the file of a cache block: layer after layer, in one of two layouts. num_bytes: of the file.
+class StepLayout:
+    """Where units of one token are in the file of a block, layer after layer. num_bytes: of the file.
 
-    one token a unit        | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
-    a group of tokens       | slot 0: unit, unit, … (a page each) | slot 1 … |
+    Every pass appends one token to all slots of a block, which are written as one piece:
+
+        | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
     """
-
-    num_bytes: int
-
-    @abstractmethod
-    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
-        """Write the first units [n, *shape] of a slot; return the bytes written."""
-
-    @abstractmethod
-    def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
-        """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes written."""
-
-    @abstractmethod
-    def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
-        """Fill planes with the first units of slots; return the bytes read."""
-
-
-class StepLayout(FileLayout):
-    """For units of one token: every pass appends one token to all slots of a block, which are written as one piece."""
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
         self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
@@ -469,6 +452,7 @@ class StepLayout(FileLayout):
         self.num_bytes = max(aligned(1), num_layers * self._layer_bytes)
 
     def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        """Write the first units [n, *shape] of a slot; return the bytes written."""
         assert planes[0].shape[0] == self._prompts[slot], "a prompt is written whole"
         if not self._prompts[slot]:
             return 0
@@ -477,6 +461,7 @@ class StepLayout(FileLayout):
         return total_bytes(pieces)
 
     def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes written."""
         (step,) = {unit - self._prompts[slot] for slot, unit in slots}  # the sequences of a block decode together
         piece = torch.zeros((len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype)
         for half, new in zip(piece, planes):
@@ -485,6 +470,7 @@ class StepLayout(FileLayout):
         return piece.nbytes
 
     def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        """Fill planes with the first units of slots; return the bytes read."""
         base, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
         for row, (slot, count) in enumerate(slots):
             if prompt := min(count, self._prompts[slot]):
@@ -508,8 +494,13 @@ class StepLayout(FileLayout):
         return num_bytes
 
 
-class PagedLayout(FileLayout):
-    """For groups of tokens: every unit begins a page of its slot, because slots complete groups at different times."""
+class PagedLayout:
+    """Where groups of tokens are in the file of a block, layer after layer. num_bytes: of the file.
+
+    Every unit begins a page of its slot, because slots complete groups at different times:
+
+        | slot 0: unit, unit, … (a page each) | slot 1 … |
+    """
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
         self._planes, self._unit_bytes = codec.planes, codec.unit_bytes
@@ -544,6 +535,9 @@ class PagedLayout(FileLayout):
 
     def _offset(self, layer: int, slot: int, unit: int) -> int:
         return layer * self._layer_bytes + slot * self._slot_bytes + unit * self._page_bytes
+
+
+FileLayout = StepLayout | PagedLayout
 
 
 def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:

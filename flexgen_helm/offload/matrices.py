@@ -97,12 +97,8 @@ class WeightsAtRest:
         return in_place + min(written, sum(sizes.values()) - in_place)
 
 
-# Bytes that a disk reads in the time of one short read: many rows of a table are read with all rows between them.
-_ROW_READ_BYTES = 256 << 10
 # Threads that read single rows of a table.
 _GATHER_THREADS = 8
-# Bytes of one read where a whole table is read.
-_SCAN_BYTES = 8 << 20
 
 
 class OffloadedMatrix(ABC):
@@ -177,34 +173,16 @@ class DiskMatrix(OffloadedMatrix):
     def gather(self, rows: Tensor) -> Tensor:
         unique_rows, inverse = rows.unique(return_inverse=True)
         gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self.dtype)
-        row_cost = max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
-        if unique_rows.numel() * row_cost > self.shape[0] * self.row_bytes:
-            self._scan(unique_rows, gathered)
-        else:
-            self._read_rows(unique_rows, gathered)
+
+        def read_row(index: int, row: int) -> None:
+            gathered[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
+
+        with ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows") as threads:
+            list(threads.map(read_row, range(len(gathered)), unique_rows.tolist()))
         return self._tiers.rows_to_device(gathered, inverse, "weights")
 
     def buffer_bytes(self, rows: int) -> int:
         return staged_bytes(min(rows, buffered_rows(self.row_bytes)), self.row_bytes)
-
-    def _scan(self, rows: Tensor, out: Tensor) -> None:
-        """Read the whole table in tiles and keep some rows."""
-        step = max(1, _SCAN_BYTES // self.row_bytes)
-        for first in range(0, self.shape[0], step):
-            count = min(step, self.shape[0] - first)
-            in_tile = (rows >= first) & (rows < first + count)
-            if in_tile.any():
-                tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
-                out[in_tile] = tile.view(self.dtype).view(count, -1)[rows[in_tile] - first]
-
-    def _read_rows(self, rows: Tensor, out: Tensor) -> None:
-        """Read single rows, several at a time."""
-
-        def read_row(index: int, row: int) -> None:
-            out[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
-
-        with ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows") as threads:
-            list(threads.map(read_row, range(rows.numel()), rows.tolist()))
 
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
         """Read rows into staging memory; return their bytes.

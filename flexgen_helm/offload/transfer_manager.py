@@ -126,9 +126,8 @@ def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
 class CudaCopyEngine(CopyEngine):
     """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
 
-    So the link is busy while one of several threads wakes. Only pinned memory crosses it: what is not goes through a
-    pinned buffer of the copying thread, unless the driver refuses that too. Copies are in pieces, between which small
-    ones of other threads come.
+    So the link is busy while one of several threads wakes. What is not pinned crosses it in pieces, through a buffer of
+    the copying thread, which is pinned unless the driver refuses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,12 +137,10 @@ class CudaCopyEngine(CopyEngine):
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         target = self.device_memory(source.shape, source.dtype) if target is None else target
-        is_pinned = source.is_contiguous() and source.is_pinned()
+        if source.is_contiguous() and source.is_pinned():
+            return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
-            passes = is_pinned or not (buffer := self._buffer_like(piece)).is_pinned()
-            self._copy(piece if passes else buffer.copy_(piece), arrived, waits=not is_pinned)
-        if is_pinned:
-            self._wait()
+            self._copy(self._buffer_like(piece).copy_(piece), arrived)
         return target
 
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
@@ -158,14 +155,10 @@ class CudaCopyEngine(CopyEngine):
         assert event is not None
         self._stream().wait_event(event)
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        if target.is_contiguous() and source.is_contiguous() and target.is_pinned():
+            return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
-            if is_pinned or not (buffer := self._buffer_like(piece)).is_pinned():
-                self._copy(piece, arrived, waits=not is_pinned)
-            else:
-                arrived.copy_(self._copy(piece, buffer))
-        if is_pinned:
-            self._wait()
+            arrived.copy_(self._copy(piece, self._buffer_like(piece)))
         return target
 
     def launched(self) -> Launched:
@@ -216,11 +209,10 @@ class CudaCopyEngine(CopyEngine):
             stream = self._thread_local.stream = torch.cuda.Stream(self.device)
         return stream
 
-    def _copy(self, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+    def _copy(self, source: Tensor, target: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream()):
             target.copy_(source, non_blocking=True)
-        if waits:
-            self._wait()
+        self._wait()
         return target
 
     def _wait(self) -> None:

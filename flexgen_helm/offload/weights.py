@@ -324,10 +324,10 @@ class TieredWeights:
         """Return the host memory of loaders that bring weights from the disk to a device: a buffer for each."""
         if self._tiers.copy_engine is None:
             return 0
-        offloaded = [weight for weight in self.tensors.values() if weight.offloaded is not None]
-        experts = [weight.offloaded.buffer_bytes(weight.offloaded.shape[0]) for weight in offloaded if weight.expert]
+        offloaded = [(weight.offloaded, weight.expert) for weight in self.tensors.values() if weight.offloaded]
+        experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
         staged: list[int] = []
-        if any(isinstance(weight.offloaded, DiskMatrix) and not weight.expert for weight in offloaded):
+        if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
             matrices = (matrix for stage in self._staged.values() for matrix in stage)
             staged = [staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
         loaders = NUM_LOADERS if self._tiers.overlap else 1
