@@ -24,15 +24,13 @@ KNOWN = (
     "accuracy",
     "offload",
     "ablation",
-    "policy",
     "kernels",
-    "formats",
     "precisions",
     "gpu",
     "experts",
     "paper",
 )
-UNTIMED = ("accuracy", "formats", "paper")
+UNTIMED = ("accuracy", "paper")
 BUSY_LOAD = 0.5  # runnable processes
 
 
