@@ -24,6 +24,7 @@ KNOWN = (
     "accuracy",
     "offload",
     "ablation",
+    "policy",
     "kernels",
     "precisions",
     "gpu",
