@@ -184,14 +184,12 @@ class Ledger:
     """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
 
     limit: bytes.
-    peak: the most bytes that were taken so far, in use, excess or spare.
-    excess: bytes that were taken beyond claims (`offload.host_pool`).
-    spare: bytes that are kept for later and make room for any claim.
+    peak: the most bytes that were in use so far.
     make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
-        self.tier, self.limit, self.peak, self.excess, self.spare = tier, limit, 0, 0, 0
+        self.tier, self.limit, self.peak = tier, limit, 0
         self._allocations: dict[int, Allocation] = {}
         self._in_use = 0
         self._serial = 0
@@ -204,7 +202,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        return self.limit - self._in_use - self.excess
+        return self.limit - self._in_use
 
     def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
         """Claim bytes before allocating them.
@@ -224,10 +222,9 @@ class Ledger:
 
     def _claim(self, kind: str, num_bytes: int) -> Allocation:
         with self._lock:
-            taken = self._in_use + self.excess
-            if taken + num_bytes > self.limit:
+            if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(taken)} "
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
                     f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
                     "take a smaller block"
                 )
@@ -235,7 +232,7 @@ class Ledger:
             allocation = Allocation(kind, num_bytes, self._serial)
             self._allocations[allocation.serial] = allocation
             self._in_use += num_bytes
-            self.peak = max(self.peak, self._in_use + self.excess)
+            self.peak = max(self.peak, self._in_use)
             return allocation
 
     @contextmanager
@@ -254,12 +251,6 @@ class Ledger:
             assert held is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
-    def note_beside(self, excess: int, spare: int) -> None:
-        """Note the bytes that are taken beside the claims now."""
-        with self._lock:
-            self.excess, self.spare = excess, spare
-            self.peak = max(self.peak, self._in_use + excess + spare)
-
     def by_kind(self) -> dict[str, int]:
         """Return {kind: bytes in use}."""
         with self._lock:
@@ -272,5 +263,5 @@ class Ledger:
         """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
-        assert self._in_use + self.excess + self.spare <= self.limit
+        assert self._in_use <= self.limit
         assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

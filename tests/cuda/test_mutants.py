@@ -156,7 +156,6 @@ def races_of_what_breaks_off(folder) -> int:
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         for name in ("to_host", "to_device"):
             patch.setattr(TransferManager, name, late(getattr(TransferManager, name)))
-        patch.setattr("flexgen_helm.offload.transfer_manager.SMALLEST_REGION", 1)
         cuda, on_host = torch.device("cuda"), {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
         tiers = TransferManager(
             cuda, "gpu", {tier: Ledger(tier, 1 << 26) for tier in TIERS}, CudaCopyEngine(cuda), folder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
-from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
+from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.planner.placement import TIERS
@@ -78,8 +78,7 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
     found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
     positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
-    starts = torch.zeros_like(positions)
-    for part in decode_parts(block, positions, starts, {None}, cache.codec, torch.float32):
+    for part in decode_parts(block, Queries(positions, 0, torch.float32), {None}, cache.codec):
         if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
             values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, OffloadError
-from flexgen_helm.kv_cache import file_layout, residual_window, storage
+from flexgen_helm.kv_cache import cache, codec, storage
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.matrices import DiskMatrix
-from flexgen_helm.offload.transfer_manager import HostPool
+from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from tests.helpers.faults import replaced
 from tests.helpers.forks import python
 from tests.helpers.parity import assert_same, prompts
@@ -268,27 +268,23 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("precision", ["fp16", "paper-4bit", "4bit"])
 @pytest.mark.parametrize(
-    "policy, place",
+    "precision, policy, allocates",
     [
-        ("6x2,0,100,0,100,0,100", (HostPool, "take")),
-        ("6x2,0,100,100,0,100,0", (storage, "zeros")),
-        ("6x2,0,0,0,0,100,0", (file_layout, "zeros")),
+        ("fp16", "6x2,0,100,0,100,0,100", (SimulatedCopyEngine, "host_memory")),
+        ("paper-4bit", "6x2,0,100,100,0,100,0", (cache, "zeros")),
+        ("fp16", "6x2,0,0,0,0,100,0", (storage, "zeros")),
+        ("4bit", "6x2,0,0,0,0,100,0", (codec, "zeros")),
     ],
-    ids=["host", "device", "disk"],
+    ids=["host", "device", "disk", "residual window"],
 )
-def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy, place):
+def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy, allocates):
     """Beside the computing, in host memory, on the disk; the room is the next attempt's, and closing balances."""
-    if precision == "4bit":  # keeps its newest tokens beside the computing
-        place = (residual_window, "zeros")
-    elif precision == "fp16" and place[0] is file_layout:  # what was joined on its way to the disk needs no pages
-        place = (storage, "zeros")
     with offloaded(tiny, tmp_path, policy=policy, precision=precision, device="sim", cpu_attention=False) as engine:
         expected = engine.run(workload())
         for at in (0, 1, 2, 5):
             with monkeypatch.context() as patch:
-                once = replaced(patch, *place, at, MemoryError)
+                once = replaced(patch, *allocates, at, MemoryError)
                 try:
                     results = engine.run(workload())
                 except MemoryLimitError as error:
