@@ -18,7 +18,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.placement import UNLIMITED
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
