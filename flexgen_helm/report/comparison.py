@@ -14,8 +14,7 @@ import numpy as np
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, differing_settings, read_answers
-from flexgen_helm.report.metrics import Change, metric_named
-from flexgen_helm.report.paired import PairedTest, change_between, interval_and_test
+from flexgen_helm.report.paired import Change, PairedScores, PairedTest, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
     by_scenario,
@@ -70,8 +69,7 @@ class Comparison:
     @property
     def is_worse(self) -> bool:
         metric = metric_named(self.metric)
-        lower_is_better = metric.numerator == "logprob" and metric.slope(0.0) < 0
-        return self.value > self.baseline if lower_is_better else self.value < self.baseline
+        return self.value > self.baseline if metric.scale < 0 else self.value < self.baseline
 
 
 @dataclass(frozen=True)
@@ -319,17 +317,18 @@ def _compare_metric(name: str, base: RunScores, other: RunScores, shared: pd.Ind
     values = base.scores[name], other.scores[name]
     interval = test = flips = verdict = None
     if name in base.terms and name in other.terms and len(shared):
-        (ours, weights), (theirs, _) = (run.terms[name].loc[shared].to_numpy().T for run in (base, other))
-        values = float(metric.value(ours, weights)), float(metric.value(theirs, weights))
-        if np.isfinite(ours).all() and np.isfinite(theirs).all():
-            interval, test = interval_and_test(metric, ours, theirs, weights)
-            flips = flips_between(ours, theirs, lambda: changed_answers(base, other, shared))
+        (baseline, weights), (scores, _) = (run.terms[name].loc[shared].to_numpy().T for run in (base, other))
+        values = float(metric.value(baseline, weights)), float(metric.value(scores, weights))
+        if np.isfinite(baseline).all() and np.isfinite(scores).all():
+            paired = PairedScores(metric, baseline, scores, weights)
+            interval, test = paired.interval_and_test()
+            flips = flips_between(paired, lambda: changed_answers(base, other, shared))
             has_all = base.has_all_instances and len(shared) == base.num_scored
-            verdict = equivalence(metric, ours, theirs, weights, test, margin, has_all=has_all)
+            verdict = equivalence(paired, test, margin, has_all=has_all)
     elif not len(shared) == base.num_scored == other.num_scored:
         return None
     with np.errstate(all="ignore"):
-        change = float(change_between(metric.change, values[1], values[0]))
+        change = float(metric.change_between(values[1], values[0]))
     precision, kind = other.precision, metric.change
     count = len(shared)
     return Comparison(base.entry, name, precision, count, *values, kind, change, interval, test, flips, verdict)

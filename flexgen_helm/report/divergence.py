@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
-from flexgen_helm.report.losses import LossChange
-from flexgen_helm.report.metrics import Vector
-
-Interval = tuple[float, float]
+from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
 
 
 @dataclass(frozen=True)
@@ -187,16 +184,16 @@ def _spread(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int
     return Spread(len(values), mean.value, _interval(mean), float(median), float(p99), float(values.max()))
 
 
-def _by_document(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> LossChange:
+def _by_document(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> RatioOfSums:
     """Return the sum and the number of the values of each document that has any."""
     own: Any = documents[places]
     counts = np.bincount(own).astype(np.float64)
     has_any = counts > 0
     sums: Vector = np.bincount(own, weights=values).astype(np.float64)
-    return LossChange(sums[has_any], counts[has_any])
+    return RatioOfSums(sums[has_any], counts[has_any])
 
 
-def _interval(change: LossChange) -> Interval | None:
+def _interval(change: RatioOfSums) -> Interval | None:
     return change.interval() if len(change.changes) > 1 else None
 
 

@@ -26,7 +26,7 @@ from flexgen_helm.report.answers import (
     read_settings,
     read_texts,
 )
-from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 
 if TYPE_CHECKING:
     import pandas as pd

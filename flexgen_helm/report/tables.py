@@ -20,7 +20,7 @@ from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import Comparison, ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
-from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, precision_rank
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.terminal import table_text

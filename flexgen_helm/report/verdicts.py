@@ -9,10 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from flexgen_helm.report.losses import LossChange
-from flexgen_helm.report.metrics import Metric, Vector
-from flexgen_helm.report.paired import LEVEL, PairedTest
-from flexgen_helm.report.shares import equivalence_p_value, instances_needed, rounded
+from flexgen_helm.report.paired import LEVEL, PairedScores, PairedTest, equivalence_p_value, instances_needed
 
 DEFAULT_MARGIN = 0.01
 # Of fewer, all change in one direction by chance in more than 5 % of cases: 2 x 0.5 ** 5.
@@ -70,69 +67,59 @@ class SuiteEquivalence:
 
 
 def flips_between(
-    baseline: Vector, other: Vector, changed_answers: Callable[[], Sequence[bool] | None] = lambda: None
+    paired: PairedScores, changed_answers: Callable[[], Sequence[bool] | None] = lambda: None
 ) -> Flips | None:
     """Count the instances whose score changed; None for scores that are not in [0, 1], which nearly all change.
 
     changed_answers: returns [instances] whether the answer is another one; None if that is not known.
     """
-    if not _are_scores(baseline, other):
+    if not paired.are_shares:
         return None
     is_changed = changed_answers()
-    changed = None if is_changed is None else int(((other == baseline) & np.asarray(is_changed)).sum())
-    return Flips(int((other < baseline).sum()), int((other > baseline).sum()), changed)
+    changed = None if is_changed is None else int(((paired.scores == paired.baseline) & np.asarray(is_changed)).sum())
+    return Flips(paired.lost, paired.won, changed)
 
 
 def equivalence(
-    metric: Metric,
-    baseline: Vector,
-    other: Vector,
-    weights: Vector,
-    test: PairedTest | None,
-    margin: float = DEFAULT_MARGIN,
-    *,
-    has_all: bool = False,
+    paired: PairedScores, test: PairedTest | None, margin: float = DEFAULT_MARGIN, *, has_all: bool = False
 ) -> Equivalence | None:
     """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
 
-    baseline, other: [instances] numerators of the metric. weights: [instances] denominators.
     has_all: the data set has no more instances.
     """
-    count = len(baseline)
+    count = len(paired.baseline)
     if count < 2:
         return None
-    if metric.numerator == "logprob":
-        change = LossChange(baseline - other, weights)
+    if paired.metric.numerator == "logprob":
         log_margin = math.log1p(margin)
-        p_value, needed = change.equivalence_p_value(log_margin), change.documents_needed(log_margin)
-        loss, unit = change.value, " %"
-    elif _are_scores(baseline, other):
-        lost, won = rounded(baseline, other)
+        p_value, needed = paired.loss.equivalence_p_value(log_margin), paired.loss.documents_needed(log_margin)
+        loss, unit = paired.loss.value, " %"
+    elif paired.are_shares:
+        lost, won = paired.rounded()
         p_value = equivalence_p_value(lost, won, count, margin)
         needed = instances_needed((lost + won + 0.5) / (count + 1), margin)
-        loss, unit = float((baseline - other).sum()), " pp"
+        loss, unit = float((paired.baseline - paired.scores).sum()), " pp"
     else:
         return None
-    differs = test is not None and test.p_value < LEVEL
     within = f"{100 * margin:g}{unit}"
+    decision: Decision = "not decided"
     if p_value <= LEVEL:
         return Equivalence(margin, p_value, "equivalent", None, f"equivalent within {within}")
-    if differs and loss:
-        decision: Decision = "worse" if loss > 0 else "better"
+    if test is not None and test.p_value < LEVEL and loss:
+        decision = "worse" if loss > 0 else "better"
         return Equivalence(margin, p_value, decision, None, decision)
     if count < _LEAST_INSTANCES:
         needed = max(needed, _LEAST_INSTANCES)
-        text = f"not decided: {count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
-        return Equivalence(margin, p_value, "not decided", needed, text)
-    if needed <= count:
-        text = f"not decided: the difference is too near to {within} for {count:,} instances"
-        return Equivalence(margin, p_value, "not decided", needed, text)
-    wanted = f"about {two_digits(needed):,}"
-    if has_all:
-        text = f"this data set cannot decide: it has {count:,} instances, and {wanted} would decide"
-        return Equivalence(margin, p_value, "cannot decide", needed, text)
-    text = f"not decided: {wanted} instances would decide if there were no difference"
-    return Equivalence(margin, p_value, "not decided", needed, text)
+        why = f"{count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
+    elif needed <= count:
+        why = f"the difference is too near to {within} for {count:,} instances"
+    elif has_all:
+        decision = "cannot decide"
+        why = f"it has {count:,} instances, and about {two_digits(needed):,} would decide"
+    else:
+        why = f"about {two_digits(needed):,} instances would decide if there were no difference"
+    subject = "this data set cannot decide" if decision == "cannot decide" else decision
+    return Equivalence(margin, p_value, decision, needed, f"{subject}: {why}")
 
 
 def suite_equivalence(
@@ -170,15 +157,11 @@ def suite_equivalence(
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     """Return which hypotheses Holm's procedure rejects; at most `level` of all families have one that is true."""
     rejected = [False] * len(p_values)
-    for rank, place in enumerate(np.argsort(p_values, kind="stable")):
-        if p_values[place] > level / (len(p_values) - rank):
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        if p_values[index] > level / (len(p_values) - rank):
             break
-        rejected[place] = True
+        rejected[index] = True
     return rejected
-
-
-def _are_scores(baseline: Vector, other: Vector) -> bool:
-    return bool(((baseline >= 0) & (baseline <= 1) & (other >= 0) & (other <= 1)).all())
 
 
 def two_digits(number: int) -> int:

@@ -14,10 +14,8 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report import choice, verdicts
 from flexgen_helm.report.choice import choose_precision, not_equivalent, verdict_text
 from flexgen_helm.report.comparison import Comparison, compare_suite
-from flexgen_helm.report.metrics import metric_named
-from flexgen_helm.report.paired import LEVEL
+from flexgen_helm.report.paired import LEVEL, PairedScores, equivalence_p_value, metric_named
 from flexgen_helm.report.scores import read_finished_runs
-from flexgen_helm.report.shares import equivalence_p_value
 from flexgen_helm.report.verdicts import equivalence
 from tests.helpers.flips import draw_flips
 from tests.helpers.shares import share_of
@@ -33,7 +31,7 @@ def quick(monkeypatch):
 
 
 def judged(metric, baseline, other, weights, margin, name="mc"):
-    verdict = equivalence(metric_named(metric), baseline, other, weights, None, margin)
+    verdict = equivalence(PairedScores(metric_named(metric), baseline, other, weights), None, margin)
     return Comparison(name, metric, "4bit", len(baseline), 0, 0, "difference", 0, None, None, equivalence=verdict)
 
 

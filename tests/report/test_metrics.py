@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import metric_named
 
 
 def test_the_error_of_a_mean_is_the_samples():

@@ -16,16 +16,15 @@ from scipy.stats import binom, multinomial, norm
 
 from flexgen_helm import cli
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
-from flexgen_helm.report.losses import LossChange
-from flexgen_helm.report.metrics import metric_named
-from flexgen_helm.report.paired import change_interval, interval_and_test, paired_test
-from flexgen_helm.report.shares import (
-    _score,
+from flexgen_helm.report.paired import (
+    PairedScores,
+    RatioOfSums,
     equivalence_p_value,
     inferiority_p_value,
     instances_needed,
-    rounded,
+    metric_named,
     score_interval,
+    tango_score,
 )
 from flexgen_helm.report.verdicts import equivalence, flips_between, holm, suite_equivalence
 from tests.helpers.flips import claims, draw_flips
@@ -53,7 +52,7 @@ def direct_score(up: int, down: int, count: int, shift: float) -> float:
 
 @pytest.mark.parametrize("up, down, count, shift", [(3, 1, 44, 0.05), (9, 2, 100, 0.01), (5, 40, 400, 0.02)])
 def test_the_score_is_that_of_the_largest_likelihood(up, down, count, shift):
-    assert float(_score(up, down, count, shift)) == pytest.approx(direct_score(up, down, count, shift), rel=1e-4)
+    assert float(tango_score(up, down, count, shift)) == pytest.approx(direct_score(up, down, count, shift), rel=1e-4)
 
 
 @pytest.mark.parametrize("lost, won, count", [(0, 0, 50), (1, 0, 50), (9, 2, 100), (2, 9, 100), (50, 0, 50), (0, 3, 3)])
@@ -63,7 +62,7 @@ def test_the_interval_has_what_the_score_test_does_not_reject(lost, won, count):
     assert score_interval(won, lost, count) == pytest.approx((-high, -low))
     for end, up, down in ((high, won, lost), (-low, lost, won)):
         if end < 1:
-            assert float(_score(up, down, count, end)) == pytest.approx(-norm.ppf(0.975), abs=1e-6)
+            assert float(tango_score(up, down, count, end)) == pytest.approx(-norm.ppf(0.975), abs=1e-6)
 
 
 def test_no_flips_in_50_are_not_no_difference():
@@ -71,8 +70,8 @@ def test_no_flips_in_50_are_not_no_difference():
     z = norm.ppf(0.975)
     assert score_interval(0, 0, 50) == pytest.approx((-(z**2) / (50 + z**2), z**2 / (50 + z**2)))
     right = np.ones(50)
-    assert change_interval(ACCURACY, right, right, right) == score_interval(0, 0, 50)
-    assert change_interval(metric_named("f1_score"), right / 2, right / 2, right) == score_interval(0, 0, 50)
+    assert PairedScores(ACCURACY, right, right, right).interval() == score_interval(0, 0, 50)
+    assert PairedScores(metric_named("f1_score"), right / 2, right / 2, right).interval() == score_interval(0, 0, 50)
 
 
 @pytest.mark.parametrize("count", [50, 500, 5000])
@@ -90,10 +89,10 @@ def test_the_p_value_is_the_largest_of_all_shares_of_flips():
     """Against the sum over all outcomes, for a fine grid of the unknown share."""
     count, margin = 30, 0.15
     outcomes = np.array([(a, b) for a in range(count + 1) for b in range(count + 1 - a)])
-    scores = _score(outcomes[:, 0], outcomes[:, 1], count, margin)
+    scores = tango_score(outcomes[:, 0], outcomes[:, 1], count, margin)
     shares = np.linspace(0, (1 - margin) / 2, 300)
     for lost, won in ((0, 0), (1, 0), (2, 3), (0, 5), (4, 4)):
-        extreme = outcomes[scores <= float(_score(lost, won, count, margin)) + 1e-12]
+        extreme = outcomes[scores <= float(tango_score(lost, won, count, margin)) + 1e-12]
         counts = np.column_stack([extreme, count - extreme.sum(1)])
         sums = [multinomial.pmf(counts, count, [q + margin, q, 1 - 2 * q - margin]).sum() for q in shares]
         found = inferiority_p_value(lost, won, count, margin)
@@ -138,10 +137,10 @@ def test_scores_between_0_and_1_are_rounded_without_bias():
     """Half a point each way: the rounded shares have the mean of the changes, so the exact test is one of the means."""
     draw = np.random.default_rng(2)
     base, other = draw.random(200_000), draw.random(200_000) * 0.9
-    lost, won = rounded(base, other)
+    lost, won = PairedScores(ACCURACY, base, other, base).rounded()
     assert (won - lost) / 200_000 == pytest.approx((other - base).mean(), abs=0.003)
     right = np.array([1.0, 0, 1, 0, 1])
-    assert rounded(right, np.array([0.0, 1, 1, 0, 0])) == (2, 1)
+    assert PairedScores(ACCURACY, right, np.array([0.0, 1, 1, 0, 0]), right).rounded() == (2, 1)
 
 
 @pytest.mark.parametrize("count", [50, 500])
@@ -152,7 +151,7 @@ def test_equivalence_of_partial_scores_keeps_the_level(count):
     for _ in range(200):
         base = np.ones(count)
         other = base - 0.1 * (draw.random(count) < 0.1)
-        verdict = equivalence(metric_named("f1_score"), base, other, base, None)
+        verdict = equivalence(PairedScores(metric_named("f1_score"), base, other, base), None)
         claimed += verdict.decision == "equivalent"
     assert claimed / 200 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
@@ -164,7 +163,7 @@ def loss_changes(draw, count, mean, error_share, kind="normal"):
     """Changes of the loss of documents of unequal lengths, whose total has a standard error of `error_share`."""
     weights = draw.integers(500, 5000, count).astype(float)
     noise = draw.normal(size=count) if kind == "normal" else draw.exponential(size=count) - 1
-    return LossChange(weights * (mean + error_share * math.sqrt(count) * noise), weights)
+    return RatioOfSums(weights * (mean + error_share * math.sqrt(count) * noise), weights)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_as_many_documents_as_stated_decide():
 def test_few_documents_have_students_t():
     d = np.array([0.5, -0.2, 0.1, 0.4])
     ones = np.ones(4)
-    interval = change_interval(PERPLEXITY, d, 0 * d, ones)
+    interval = PairedScores(PERPLEXITY, d, 0 * d, ones).interval()
     half = 3.182446 * d.std(ddof=1) / 2
     assert np.log(interval) == pytest.approx((d.mean() - half, d.mean() + half), rel=1e-6)
 
@@ -208,9 +207,10 @@ def test_one_document_that_changes_by_thousands_of_nats_has_an_interval(count):
     """Most samples of a dozen have it once or not at all; its perplexity is beyond a float."""
     base, other = np.full(count, -10.0), np.full(count, -10.0)
     other[0] = -9000.0
-    low, high = change_interval(PERPLEXITY, base, other, np.ones(count))
+    paired = PairedScores(PERPLEXITY, base, other, np.ones(count))
+    low, high = paired.interval()
     assert low < high == np.inf
-    verdict = equivalence(PERPLEXITY, base, other, np.ones(count), paired_test(base, other))
+    verdict = equivalence(paired, paired.test())
     assert verdict.decision == "not decided" and verdict.needed > 1000
 
 
@@ -218,11 +218,11 @@ def test_bits_and_ratios_are_one_change():
     draw = np.random.default_rng(6)
     base, words = -draw.normal(900, 90, 60), draw.integers(100, 300, 60).astype(float)
     other = base - draw.normal(3, 2, 60)
-    ratio = change_interval(metric_named("byte_perplexity"), base, other, words)
-    bits = change_interval(metric_named("bits_per_byte"), base, other, words)
-    logs = change_interval(metric_named("logprob_per_byte"), base, other, words)
+    ratio = PairedScores(metric_named("byte_perplexity"), base, other, words).interval()
+    bits = PairedScores(metric_named("bits_per_byte"), base, other, words).interval()
+    logs = PairedScores(metric_named("logprob_per_byte"), base, other, words).interval()
     assert np.log2(ratio) == pytest.approx(bits) and np.log(ratio) == pytest.approx(-np.array(logs)[::-1])
-    plain = LossChange(base - other, words)
+    plain = RatioOfSums(base - other, words)
     assert plain.standard_error == pytest.approx(
         metric_named("logprob_per_byte").standard_error(base - other, words), rel=1e-12
     )
@@ -235,7 +235,8 @@ def judge(lost, won, count, **more):
     base, other = np.ones(count), np.ones(count)
     other[:lost] = 0
     base[lost : lost + won] = 0
-    return equivalence(ACCURACY, base, other, np.ones(count), paired_test(base, other), **more)
+    paired = PairedScores(ACCURACY, base, other, np.ones(count))
+    return equivalence(paired, paired.test(), **more)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +279,9 @@ def paired_samples(draw):
 @settings(max_examples=300, deadline=None)
 def test_interval_p_and_verdict_never_disagree(sample):
     metric, baseline, other, weights = sample
-    interval, test = interval_and_test(*sample)
-    verdict = equivalence(*sample, test)
+    paired = PairedScores(*sample)
+    interval, test = paired.interval_and_test()
+    verdict = equivalence(paired, test)
     ours, theirs = (metric.value(values, weights) for values in (baseline, other))
     change, none = (theirs / ours, 1) if metric.change == "ratio" else (theirs - ours, 0)
     low, high = interval
@@ -303,16 +305,17 @@ def test_three_pages_cannot_show_what_six_can():
     """Each is a fifth worse."""
     for count, decision in ((3, "not decided"), (5, "not decided"), (6, "worse")):
         base = -np.linspace(900, 1000, count)
-        sample = PERPLEXITY, base, base - 0.18 * np.linspace(299, 301, count), np.full(count, 300.0)
-        interval, test = interval_and_test(*sample)
-        assert equivalence(*sample, test).decision == decision and (interval[0] > 1) == (decision == "worse")
+        paired = PairedScores(PERPLEXITY, base, base - 0.18 * np.linspace(299, 301, count), np.full(count, 300.0))
+        interval, test = paired.interval_and_test()
+        assert equivalence(paired, test).decision == decision and (interval[0] > 1) == (decision == "worse")
 
 
 def test_a_metric_without_a_margin_has_no_verdict():
     values = np.array([2.0, 3.0])
-    assert equivalence(metric_named("ratings"), values, values, np.ones(2), None) is None
-    assert equivalence(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1), None) is None
-    assert flips_between(values, values) is None and flips_between(values / 4, values / 5).lost == 2
+    assert equivalence(PairedScores(metric_named("ratings"), values, values, np.ones(2)), None) is None
+    assert equivalence(PairedScores(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1)), None) is None
+    assert flips_between(PairedScores(ACCURACY, values, values, values)) is None
+    assert flips_between(PairedScores(ACCURACY, values / 4, values / 5, values)).lost == 2
 
 
 def test_holm_is_that_of_its_paper():
@@ -324,14 +327,12 @@ def test_a_suite_without_differences_is_called_worse_in_at_most_5_percent():
     """Twelve entries of 300 instances, a thousand suites: the inverse is that uncorrected tests are wrong far more."""
     found = draw_flips(np.random.default_rng(7), 300, 0.04, 0.04, 12_000)
     p_values = np.minimum(1.0, 2 * binom.cdf(found.min(1), found.sum(1), 0.5)).reshape(1000, 12)
-    assert paired_test(np.r_[np.ones(9), np.zeros(2)], np.r_[np.zeros(9), np.ones(2)]).p_value == pytest.approx(
-        2 * binom.cdf(2, 11, 0.5)
-    )
     assert np.mean([any(holm(list(row))) for row in p_values]) <= 0.05 < 0.2 < (p_values < 0.05).any(1).mean()
 
 
 def test_the_suite_is_equivalent_only_if_every_entry_is():
-    equal, open_, test = judge(0, 0, 500), judge(0, 0, 50), paired_test(np.ones(9), np.zeros(9))
+    equal, open_ = judge(0, 0, 500), judge(0, 0, 50)
+    test = PairedScores(ACCURACY, np.ones(9), np.zeros(9), np.ones(9)).test()
     assert suite_equivalence([], 0.01) is None
     both = suite_equivalence([("a", equal, None, False), ("b", equal, None, False)], 0.01)
     assert both.text == "equivalent everywhere, within 1 % or pp (2 run entries)"
