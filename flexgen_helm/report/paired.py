@@ -343,6 +343,16 @@ class PairedScores:
     def won(self) -> int:
         return int((self.scores > self.baseline).sum())
 
+    @property
+    def unchanged(self) -> NDArray[np.bool_]:
+        return self.scores == self.baseline
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The metric in the baseline and in the other precision."""
+        base, scores = (float(self.metric.value(side, self.weights)) for side in (self.baseline, self.scores))
+        return base, scores
+
     def rounded(self) -> tuple[int, int]:
         """Return lost and won of scores in [0, 1], such as F1: each change counts with its size as the probability.
 
@@ -386,7 +396,7 @@ class PairedScores:
             low, high = sorted(-self.metric.scale * end for end in self.loss.interval())
             with np.errstate(over="ignore"):
                 return (float(np.exp(low)), float(np.exp(high))) if self.metric.is_perplexity else (low, high)
-        if self.are_answers or (self.are_shares and (self.baseline == self.scores).all()):
+        if self.are_answers or (self.are_shares and self.unchanged.all()):
             return score_interval(self.lost, self.won, len(self.baseline))
 
         def change(a: Vector, b: Vector, w: Vector, axis: int = -1) -> Any:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from flexgen_helm.report.paired import LEVEL, PairedScores, PairedTest, equivalence_p_value, instances_needed
+from flexgen_helm.report.paired import (
+    LEVEL,
+    Change,
+    Interval,
+    PairedScores,
+    PairedTest,
+    equivalence_p_value,
+    instances_needed,
+    metric_named,
+)
 
 DEFAULT_MARGIN = 0.01
 # Of fewer, all change in one direction by chance in more than 5 % of cases: 2 x 0.5 ** 5.
@@ -51,6 +60,36 @@ class Equivalence:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A metric of a run in one precision, compared with the baseline.
+
+    instances: number of instances that both precisions have; `baseline`, `value` and the rest are over these.
+    change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
+    interval: 95 % interval of the change; None, as `test`, for one instance or a metric that is not a mean over them.
+    flips: instances whose score or answer changed; None for perplexities, where all do.
+    equivalence: the verdict; None where there is no interval, or no margin for the metric.
+    """
+
+    run: str
+    metric: str
+    precision: str
+    instances: int
+    baseline: float
+    value: float
+    kind: Change
+    change: float
+    interval: Interval | None
+    test: PairedTest | None
+    flips: Flips | None = None
+    equivalence: Equivalence | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        lower_is_better = metric_named(self.metric).scale < 0
+        return self.value > self.baseline if lower_is_better else self.value < self.baseline
+
+
+@dataclass(frozen=True)
 class SuiteEquivalence:
     """Whether a precision is equivalent to the baseline everywhere, and where it is worse.
 
@@ -64,20 +103,6 @@ class SuiteEquivalence:
     equivalent: Sequence[str]
     worse: Sequence[str]
     text: str
-
-
-def flips_between(
-    paired: PairedScores, changed_answers: Callable[[], Sequence[bool] | None] = lambda: None
-) -> Flips | None:
-    """Count the instances whose score changed; None for scores that are not in [0, 1], which nearly all change.
-
-    changed_answers: returns [instances] whether the answer is another one; None if that is not known.
-    """
-    if not paired.are_shares:
-        return None
-    is_changed = changed_answers()
-    changed = None if is_changed is None else int(((paired.scores == paired.baseline) & np.asarray(is_changed)).sum())
-    return Flips(paired.lost, paired.won, changed)
 
 
 def equivalence(
@@ -102,6 +127,8 @@ def equivalence(
     else:
         return None
     within = f"{100 * margin:g}{unit}"
+    step = 10 ** max(0, len(str(needed)) - 2)  # to two digits
+    wanted = f"about {math.ceil(needed / step) * step:,}"
     decision: Decision = "not decided"
     if p_value <= LEVEL:
         return Equivalence(margin, p_value, "equivalent", None, f"equivalent within {within}")
@@ -115,30 +142,24 @@ def equivalence(
         why = f"the difference is too near to {within} for {count:,} instances"
     elif has_all:
         decision = "cannot decide"
-        why = f"it has {count:,} instances, and about {two_digits(needed):,} would decide"
+        why = f"it has {count:,} instances, and {wanted} would decide"
     else:
-        why = f"about {two_digits(needed):,} instances would decide if there were no difference"
+        why = f"{wanted} instances would decide if there were no difference"
     subject = "this data set cannot decide" if decision == "cannot decide" else decision
     return Equivalence(margin, p_value, decision, needed, f"{subject}: {why}")
 
 
-def suite_equivalence(
-    judged: Sequence[tuple[str, Equivalence, PairedTest | None, bool]], margin: float
-) -> SuiteEquivalence | None:
-    """Judge a precision over its run entries; None if there are none.
-
-    judged: entry, verdict, test, and whether its value is worse than the baseline's.
+def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
+    """Judge a precision over its run entries; judged: one comparison with a verdict of each entry, of at least one.
 
     'Equivalent everywhere' needs every entry to be equivalent, so it needs no correction: an intersection-union test
     (Berger, Technometrics 24 (1982), 295-300). 'Worse somewhere' has Holm's (Scandinavian J. of Statistics 6 (1979),
     65-70), so it is said in at most 5 % of suites without a difference.
     """
-    if not judged:
-        return None
-    entries = [entry for entry, *_ in judged]
-    equal = [entry for entry, verdict, *_ in judged if verdict.decision == "equivalent"]
-    rejected = holm([1.0 if test is None else test.p_value for _, _, test, _ in judged])
-    worse = [entry for (entry, _, _, is_worse), found in zip(judged, rejected) if found and is_worse]
+    entries = [one.run for one in judged]
+    equal = [one.run for one in judged if one.equivalence and one.equivalence.decision == "equivalent"]
+    rejected = holm([1.0 if one.test is None else one.test.p_value for one in judged])
+    worse = [one.run for one, found in zip(judged, rejected) if found and one.is_worse]
     total, within = f"{len(entries):,} run entries", f"within {100 * margin:g} % or pp"
     if len(entries) == 1:
         decision = (
@@ -162,12 +183,6 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
             break
         rejected[index] = True
     return rejected
-
-
-def two_digits(number: int) -> int:
-    """Round up to two digits."""
-    digits = len(str(number)) - 2
-    return math.ceil(number / 10**digits) * 10**digits if digits > 0 else number
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:
