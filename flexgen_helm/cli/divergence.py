@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.predictions import OnLogits
     from flexgen_helm.report.divergence import Divergence
-    from flexgen_helm.report.metrics import Vector
+    from flexgen_helm.report.paired import Vector
 
 DEFAULT_ROWS = 400
 

@@ -140,7 +140,7 @@ class PromptReader:
         answers = []
         for request in encoded.distinct:
             most = max(1, request.request.max_tokens)
-            answers.append(min(most, _reference_tokens(states[request.places[0]], encoder.encode) or most))
+            answers.append(min(most, _reference_tokens(states[request.indices[0]], encoder.encode) or most))
 
         def workload(factor: float) -> Workload:
             lengths = [
