@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the paper's appendix).
 
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a cost is an affine
-form (`planner.affine`), and one set of equations serves the prediction for a policy and the search's linear program:
+form (`planner.problem`), and one set of equations serves the prediction for a policy and the search's linear program:
 
     pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 

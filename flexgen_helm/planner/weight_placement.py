@@ -5,7 +5,7 @@ The rule of thumb:
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
   On a host matrices in 16 bits are then there as stored too: products of a few rows read those. Where those of many
   rows do so too, there are no copies.
-- Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
+- Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.

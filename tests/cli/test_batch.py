@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import time
 
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, cli
 from tests.helpers.chat_models import add_template
 from tests.helpers.faults import fails_once
-from tests.helpers.forks import python
-from tests.helpers.paths import ROOT
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -178,33 +174,3 @@ def test_a_second_start_computes_the_rest_and_writes_the_same(folder, tmp_path, 
     assert not (tmp_path / "out.partial").exists()
     assert cli.main(command) == 1 and len(computed) == 2  # all is stored
     assert (tmp_path / "out").read_bytes() == undisturbed
-
-
-@pytest.fixture
-def started(folder, tmp_path):
-    """started(home, out) -> the process of the command, with a home folder of its own."""
-    asked = write(tmp_path / "in", many())
-
-    def start(home, out):
-        environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
-        command = [*python("all"), "-m", "flexgen_helm", "batch", str(asked), "-o", str(out), "--model", str(folder)]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-
-    return start
-
-
-def kill(process):
-    process.kill()
-    process.wait(timeout=30)
-    time.sleep(0.2)  # the fork ends a moment after its launcher
-
-
-def test_a_killed_process_goes_on(started, tmp_path):
-    assert started("a", tmp_path / "undisturbed").wait(timeout=120) == 1
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    process, deadline = started("b", out), time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
-        time.sleep(0.005)
-    kill(process)
-    assert started("b", out).wait(timeout=120) == 1
-    assert out.read_bytes() == (tmp_path / "undisturbed").read_bytes() and not partial.exists()
