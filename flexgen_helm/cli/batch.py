@@ -22,6 +22,7 @@ from flexgen_helm.files import count
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
+    AskedChat,
     EncodedPrompt,
     Json,
     error_body,
@@ -197,7 +198,7 @@ def _encoded(line: _Line, name: str, answers_all: bool, model: ModelArguments, r
                 f"the model is {asked.model!a}, and this file's first line names {name!a}; a file asks one model, or "
                 "--model answers all lines", "model", "model_not_found", 404
             )  # fmt: skip
-        chat = reader.chat(model) if asked.endpoint == "chat" else None
+        chat = reader.chat(model) if isinstance(asked, AskedChat) else None
         positions = reader.facts(model).max_positions
         prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
     except FlexgenError as error:
@@ -214,9 +215,8 @@ def _respond(
     results = [service.respond(model, prompt.request).result for prompt in line.prompts]
     if failed := next((result.error for result in results if result.error is not None), None):
         return _failure(line, failed)
-    tokenizer, identity = reader.encoder(model).tokenizer, line.identity
-    body = to_body(line.asked, line.prompts, results, tokenizer, model=name, identity=identity, created=created)
-    return 200, body
+    head = {"id": line.identity, "created": created, "model": name}
+    return 200, to_body(line.asked, line.prompts, results, reader.encoder(model).tokenizer, head)
 
 
 def _failure(line: _Line, error: Exception | None) -> tuple[int, Json]:

@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
-from flexgen_helm.plugin.convert import to_generation_request, to_helm_request, to_request_result
+from flexgen_helm.plugin.convert import to_generation_request, to_helm_request
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
-from flexgen_helm.service.models import ModelArguments
-from flexgen_helm.service.prompt_encoder import PromptEncoder
-from tests.helpers.fake_engine import FakeTokenizer, answer, fake_context
+from flexgen_helm.service.models import ModelArguments, PromptEncoder
+from tests.helpers.fake_engine import FakeTokenizer, fake_context
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -102,18 +101,6 @@ def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
         assert all(s.startswith("bytes:\\x") for s, h in zip(strings, helms) if "�" in h)
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if text])
-def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
-    """Token for token what the window service counts, as log-probability metrics slice by counts."""
-    kind, ours, theirs, encoder = pair
-    request = Request(prompt=text, temperature=0, max_tokens=0, echo_prompt=True)
-    asked = to_generation_request(request, encoder, 4096)
-    output = to_request_result(request, asked, answer(asked.request), False, encoder).completions[0]
-    assert len(output.tokens) == len(_tokens(theirs, text, f"{NAME}-{kind}", encode=True))
-    assert [token.text for token in output.tokens] == _tokens(ours, text, NAME)
-    assert output.tokens[0].logprob == 0.0
-
-
 def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
     _, ours, _, encoder = pair
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
@@ -122,7 +109,7 @@ def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
         to_generation_request(Request(prompt="\ud800"), encoder, 4096)
 
 
-def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded() -> None:
+def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
     class Counting(FakeTokenizer):
@@ -130,20 +117,12 @@ def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded() -> No
             texts.append(text)
             return super().encode(text, add_special_tokens)
 
-    encoder = PromptEncoder(Counting(), max_characters=10)  # type: ignore[arg-type]
-    assert [encoder.encode(text) for text in ("abcd", "efgh", "abcd")] == [
-        (97, 98, 99, 100),
-        (101, 102, 103, 104),
-        (97, 98, 99, 100),
-    ]
-    encoder.encode("ijkl")  # the least recently used one goes
-    encoder.encode("abcd")
-    assert texts == ["abcd", "efgh", "ijkl"]
-    encoder.encode("efgh")
-    encoder.encode("x" * 11)  # longer than the cache: it is not kept, and nothing else is
-    encoder.encode("x" * 11)
-    assert texts == ["abcd", "efgh", "ijkl", "efgh", "x" * 11, "x" * 11]
-    assert encoder._num_characters == 0 and not encoder._ids
+    monkeypatch.setattr("flexgen_helm.service.models.MAX_CACHED_TEXTS", 2)
+    encoder = PromptEncoder(Counting())  # type: ignore[arg-type]
+    assert [encoder.encode(text) for text in ("ab", "cd", "ab")] == [(97, 98), (99, 100), (97, 98)]
+    encoder.encode("ef")  # the least recently used one goes
+    encoder.encode("ab"), encoder.encode("cd")
+    assert texts == ["ab", "cd", "ef", "cd"]
 
 
 class Service:
