@@ -317,13 +317,16 @@ class Service:
         if self._jobs.get(job.identity) is job:
             del self._jobs[job.identity]
 
-    def _next_work(self) -> list[Job] | tuple[ModelArguments, bool] | None:
-        """Wait for jobs of one model (of the loaded one first) or for a model to preload; None when closing."""
+    def _next_work(self) -> tuple[ModelArguments, bool, list[Job]] | None:
+        """Wait for jobs of one model (of the loaded one first), or for a model to preload; None when closing.
+
+        Returns the model, whether it may use the response cache, and its jobs; none of a model to preload.
+        """
         with self._changed:
             while not self._is_closing:
                 to_preload, self._to_preload = self._to_preload, None
                 if to_preload is not None and self._engine is None and not self._queue:
-                    return to_preload
+                    return *to_preload, []
                 if self._interrupted.is_set():
                     self._changed.wait(WAIT_SLICE_S)
                 elif self._queue and (delay := self._flush_at - time.monotonic()) > 0:
@@ -334,7 +337,7 @@ class Service:
                     self._changed.wait()
         return None
 
-    def _take_block(self) -> list[Job]:
+    def _take_block(self) -> tuple[ModelArguments, bool, list[Job]]:
         loaded = self._engine[0] if self._engine else None
         keys = [job.model.engine_key for job in self._queue]
         key = loaded if loaded in keys else keys[0]
@@ -342,32 +345,28 @@ class Service:
         self._queue = [job for job in self._queue if job.model.engine_key != key]
         for job in block:
             job.is_started = True
-        return block
+        return block[0].model, any(job.use_cache for job in block), block
 
     # The worker's thread
 
     def _work(self) -> None:
         while (work := self._next_work()) is not None:
-            if isinstance(work, tuple):
-                model, use_cache = work
-                with suppress(Exception):  # raised again to those who need the model
-                    if not use_cache or self._answered_fingerprint(model) is None:
-                        self._engine_of(model)
-                continue
             try:
-                self._serve(work)
+                self._serve(*work)
             except BaseException as error:  # the waiting threads must get it, and this thread must live on
-                self._fail(work, error)
+                self._fail(work[2], error)
         self._evict()
         self._loader.close()
 
-    def _serve(self, block: list[Job]) -> None:
-        model, use_cache = block[0].model, any(job.use_cache for job in block)
+    def _serve(self, model: ModelArguments, use_cache: bool, block: list[Job]) -> None:
         if use_cache and (fingerprint := self._answered_fingerprint(model)) is not None:
-            self._recall(block, fingerprint)
+            if block:
+                self._recall(block, fingerprint)
             if all(job.future.done() for job in block):
                 return
         engine = self._engine_of(model)
+        if not block:
+            return
         path = response_cache_path(state_dir(), engine.fingerprint) if use_cache else None
         with closing(ResponseWriter(path, model.name)) as writer:
             self._complete_stored(block, writer)

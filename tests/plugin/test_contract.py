@@ -17,15 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.metrics.basic_metrics import get_num_bytes
-from helm.benchmark.scenarios.scenario import Input, Instance
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
-from helm.common.authentication import Authentication
 from helm.common.cache import Cache, SqliteCacheConfig
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.local_context import LocalContext
@@ -37,6 +32,7 @@ from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+from tests.plugin.objects import execution, state
 
 WINDOW = 400
 MODEL, CHAT = "flexgen/contract", "flexgen/contract-chat"
@@ -246,20 +242,6 @@ def test_helms_own_cache_is_not_used(helm: LocalContext, tmp_path: Path) -> None
     assert list(tmp_path.rglob("*.sqlite")) == []
     Cache(SqliteCacheConfig(str(tmp_path / "flexgen.sqlite"))).get({"key": 1}, dict)
     assert list(tmp_path.rglob("*.sqlite")) != []
-
-
-def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
-    cache = SqliteCacheBackendConfig(str(tmp_path))
-    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
-    return replace(spec, **changes)
-
-
-def state(*requests: Request) -> ScenarioState:
-    states = [
-        RequestState(Instance(Input(str(place)), [], id=str(place)), None, None, 0, None, asked, None, 0, False)
-        for place, asked in enumerate(requests)
-    ]
-    return ScenarioState(AdapterSpec(model=MODEL, model_deployment=MODEL), states)
 
 
 def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm: LocalContext, tmp_path: Path) -> None:

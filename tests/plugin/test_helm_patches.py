@@ -16,19 +16,13 @@ import pytest
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import runner as helm_runner
 from helm.benchmark import tokenizer_config_registry as tokenizers
-from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.runner import Runner
-from helm.benchmark.scenarios.scenario import Input, Instance
 from helm.benchmark.scenarios.simple_scenarios import SimpleMCQAScenario
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
-from helm.common.authentication import Authentication
-from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.general import ensure_file_downloaded
 from helm.common.object_spec import parse_object_spec
 from helm.common.request import ErrorFlags, Request
@@ -44,6 +38,7 @@ from flexgen_helm.plugin.model_settings import ModelSettings
 from flexgen_helm.service.models import ModelReader
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
+from tests.plugin.objects import execution, state
 
 MODEL = "flexgen/opt-125m"
 FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
@@ -59,12 +54,6 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_context: Any) -
     context.service.close()
 
 
-def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
-    cache = SqliteCacheBackendConfig(str(tmp_path))
-    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
-    return replace(spec, **changes)
-
-
 def runner(tmp_path: Path, **changes: Any) -> Runner:
     return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
 
@@ -72,15 +61,6 @@ def runner(tmp_path: Path, **changes: Any) -> Runner:
 def run_spec(instances: int = 4) -> Any:
     spec = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))[0]
     return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
-
-
-def state(*requests: Request, deployment: str = MODEL) -> ScenarioState:
-    adapter = AdapterSpec(model=deployment, model_deployment=deployment)
-    states = [
-        RequestState(Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False)
-        for i, request in enumerate(requests)
-    ]
-    return ScenarioState(adapter, states)
 
 
 def request(prompt: str, **changes: Any) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,15 +133,30 @@ class Service:
         self.tokenize, self.decode = adapter.tokenize, adapter.decode
 
 
+Windows = Callable[..., tuple[FlexgenWindowService, DefaultWindowService, PluginContext]]
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Windows:
+    """Make our window service and HELM's own, of a length, on a fake tokenizer."""
+
+    def make(length: int, **options: Any) -> tuple[FlexgenWindowService, DefaultWindowService, PluginContext]:
+        context = use_context(fake_context(**options))
+        monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
+        service: Any = Service(FlexgenTokenizer("flexgen/x"))
+        sizes = dict(max_sequence_length=length, max_request_length=length + 1)
+        return (
+            FlexgenWindowService(service, "flexgen/x", **sizes),
+            DefaultWindowService(service, "flexgen/x", **sizes),
+            context,
+        )
+
+    return make
+
+
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_the_window_reserves_the_place_of_bos(
-    adds_bos: bool, monkeypatch: pytest.MonkeyPatch, use_context: Any
-) -> None:
-    context = use_context(fake_context(adds_bos=adds_bos))
-    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-    service: Any = Service(FlexgenTokenizer("flexgen/x"))
-    window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
-    plain = DefaultWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
+def test_the_window_reserves_the_place_of_bos(adds_bos: bool, windows: Windows) -> None:
+    window, plain, _ = windows(10, adds_bos=adds_bos)
     assert plain.fits_within_context_window("a" * 8, 3) and not plain.fits_within_context_window("a" * 9, 3)
     assert window.fits_within_context_window("a" * 8, 3) is not adds_bos
     assert window.fits_within_context_window("\x01" + "a" * 7, 3)
@@ -148,26 +164,18 @@ def test_the_window_reserves_the_place_of_bos(
     assert window.truncate_from_right("\x01" + "a" * 20, 3) == "\x01" + "a" * 7
 
 
-@pytest.mark.parametrize("wanted", [11, 12, 2100])
-def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(
-    wanted: int, monkeypatch: pytest.MonkeyPatch, use_context: Any
-) -> None:
+@pytest.mark.parametrize("wanted", [11, 2100])
+def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted: int, windows: Windows) -> None:
     """HELM's loop takes characters away from an empty text for ever."""
-    context = use_context(fake_context())
-    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-    service: Any = Service(FlexgenTokenizer("flexgen/x"))
-    window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
+    window = windows(10)[0]
     said = f"the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of {wanted:,};"
     with pytest.raises(UsageError, match=said):
         window.truncate_from_right("a" * 20, wanted)
     assert window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
 
 
-def test_the_window_reserves_the_tokens_of_the_template(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> None:
-    context = use_context(fake_context(adds_bos=True, chat_template="yes"))
-    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-    service: Any = Service(FlexgenTokenizer("flexgen/x"))
-    window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=40, max_request_length=41)
+def test_the_window_reserves_the_tokens_of_the_template(windows: Windows) -> None:
+    window, _, context = windows(40, adds_bos=True, chat_template="yes")
     added = len("\x01<user><assistant>")
     assert window.fits_within_context_window("a" * (41 - 3 - added), 3)
     assert not window.fits_within_context_window("a" * (41 - 3 - added + 1), 3)
