@@ -22,6 +22,7 @@ from flexgen_helm.files import count
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
+    AskedChat,
     EncodedPrompt,
     Json,
     error_body,
@@ -171,7 +172,7 @@ def _answers(
                     f"the model is {asked.model!a}, and this file's first line names {name!a}; a file asks one model, "
                     "or --model answers all lines", "model", "model_not_found", 404
                 )  # fmt: skip
-            chat = reader.chat(model) if asked.endpoint == "chat" else None
+            chat = reader.chat(model) if isinstance(asked, AskedChat) else None
             positions = reader.facts(model).max_positions
             prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
         except FlexgenError as error:
@@ -185,9 +186,8 @@ def _answers(
         results = [service.respond(model, prompt.request).result for prompt in line.prompts]
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
-        tokenizer, identity = reader.encoder(model).tokenizer, line.identity
-        body = to_body(line.asked, line.prompts, results, tokenizer, model=name, identity=identity, created=created)
-        return 200, body
+        head = {"id": line.identity, "created": created, "model": name}
+        return 200, to_body(line.asked, line.prompts, results, reader.encoder(model).tokenizer, head)
 
     try:
         reader.encoder(model)  # what no line could be answered without

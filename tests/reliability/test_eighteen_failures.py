@@ -39,7 +39,7 @@ from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.plugin.convert import to_generation_request
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import ResponseCache, ResponseCacheError, response_cache_path
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from tests.helpers.fake_engine import MAX_POSITIONS, FakeTokenizer
 from tests.helpers.hostile import Violation, contained
 from tests.helpers.offload import offloaded, workload
