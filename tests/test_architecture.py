@@ -182,7 +182,7 @@ def test_a_circle_is_found():
 
 
 # Who may know by what a model is computed: what opens its files. All others see `ModelConfig`.
-KNOW_THE_KIND = {"catalog.py", "open.py", "state_dict_checkpoint.py"}
+KNOW_THE_KIND = {"catalog.py", "open.py", "state_dict.py"}
 
 
 def knows_the_kind(source: str) -> bool:

@@ -124,7 +124,12 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[P
                 names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
             if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
                 sizes = {name: resolved.files.get(name) or 0 for name in names}
-                _require_space(resolved, sizes, folder, output_disk)
+                needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
+                what = str(resolved)
+                if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
+                    needed += sum(sizes.values())
+                    what += " and its conversion"
+                require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")
                 folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX, *names])
     files = pickled_files(folder, str(resolved))
     check_blobs(deciding_files(folder, files))
@@ -265,12 +270,3 @@ def _require_complete(folder: Path, title: str) -> None:
         weight_files(folder)
     except CheckpointError as error:
         raise CheckpointError(f"the snapshot of {title} in the local cache is incomplete: {error}") from error
-
-
-def _require_space(resolved: _Revision, sizes: dict[str, int], folder: Path, output_disk: Path) -> None:
-    needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
-    what = str(resolved)
-    if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
-        needed += sum(sizes.values())
-        what += " and its conversion"
-    require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")

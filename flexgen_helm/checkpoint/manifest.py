@@ -133,6 +133,12 @@ class Manifest:
 # ---- the check of tensors ----
 
 
+def header_sha256(file: SourceFile) -> str:
+    """Return the SHA-256 of the header of a safetensors file."""
+    length = int.from_bytes(file.read(0, 8, "header length"), "little")
+    return hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
+
+
 class TensorVerifier:
     """Compares the tensors of a conversion with its manifest, each before it is first used.
 
@@ -157,9 +163,7 @@ class TensorVerifier:
         names = sorted(set().union(*self._unverified.values()))
         self._identity = hashlib.sha256(f"{manifest.fingerprint} {names}".encode()).hexdigest()
         for file in list(self._unverified):
-            length = int.from_bytes(file.read(0, 8, "header length"), "little")
-            digest = hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
-            _require_equal(file.path, digest, manifest.headers[file.path.name], "the header of ")
+            _require_equal(file.path, header_sha256(file), manifest.headers[file.path.name], "the header of ")
             if believe_memory and recall(file.path, MANIFEST, file.stamp) == self._identity:
                 del self._unverified[file]
 

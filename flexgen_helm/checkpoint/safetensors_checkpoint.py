@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -25,16 +25,15 @@ from flexgen_helm.checkpoint.folder import (
 )
 from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, PlainTensor
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
-from flexgen_helm.checkpoint.unread import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
 
 
-class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
+class SafetensorsCheckpoint(Checkpoint):
     """Opening checks every shard's header against the file's length and finds every tensor of the model."""
 
     def __init__(self, path: Path, fingerprint: str | None = None) -> None:
@@ -65,9 +64,10 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         )
         if head is not None and table is not None:
             self._untie_if_different(_tiles(head), _tiles(table))
-        self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
+        self._tensors = match_tensors(self.config, architecture.tensors, tensors, path, architecture.prefixes)
+        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
         read = {matched.stored.name for matched in self._tensors.values()}
-        check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path, CONFIG)
+        check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path)
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)
@@ -101,6 +101,9 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
             self._verifier = TensorVerifier(self.folder, self._used_parts(), believe_memory=False)
         super().verify()
 
+    def _title(self, name: str) -> str:
+        return self._tensors[name].stored.title
+
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         stored = tensor.stored
@@ -121,7 +124,7 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
     def _range_of(self, stored: LogicalTensor, rows: Sequence[range]) -> StoredRange | None:
         """Return where rows are, if they are one range of a file in the type that they are used in."""
         follow = all(first.stop == second.start for first, second in pairwise(rows))
-        if not isinstance(stored, PlainTensor) or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
+        if not stored.is_plain or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
             return None
         part, row_bytes = stored.parts[0], stored.width * self.storage_dtype.itemsize
         offset = part.offset + rows[0].start * row_bytes

@@ -7,10 +7,12 @@ The same descriptions are applied here, to one entry at a time, and to one exper
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,17 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor
-from flexgen_helm.checkpoint.stored_tensors import lacks
-from flexgen_helm.checkpoint.unread import check_unread
+from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor, check_unread
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, lacks
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.models.architectures import architecture_by_modules
+from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.code_digest import loading_digest
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.empty_model import empty_model
 
 # The part of a stored name that a language model has where it is one of several parts.
 _LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
@@ -47,8 +56,8 @@ class _Conversion:
     @property
     def title(self) -> str:
         """File and tensors, for messages."""
-        first, *others = self.tensors
-        return first.title + (f" and {len(others)} more" if others else "")
+        first, *more = self.tensors
+        return first.title + (f" and {len(more)} more" if more else "")
 
     def apply(self, values: Mapping[str, list[torch.Tensor]], model: Any, config: Any) -> dict[str, torch.Tensor]:
         """Return key -> entry from the values of the sources."""
@@ -68,14 +77,12 @@ class StateDictReader:
     shapes: key -> shape of every entry; tied entries have one each.
     """
 
-    def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path, described_by: str) -> None:
+    def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         """model: a `PreTrainedModel`, on the meta device.
-
-        described_by: where `path` gives the sizes, for messages.
 
         Raises `CheckpointError` if an entry is missing or has another shape, and what `check_unread` does.
         """
-        self._model, self._path, self._described_by, self._names = model, path, described_by, list(tensors)
+        self._model, self._path, self._names = model, path, list(tensors)
         state = model.state_dict()
         conversions, unused = self._match(tensors, state)
         self._conversions: dict[str, _Conversion] = {}
@@ -85,7 +92,7 @@ class StateDictReader:
         ignored, buffers = _any_of(model._keys_to_ignore_on_load_unexpected), dict(model.named_buffers())
         irrelevant = {name for key, name in unused.items() if key in buffers or (ignored and ignored.search(key))}
         read = tensors.keys() - unused.values()
-        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path, described_by)
+        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path)
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
         self._by_expert: dict[str, bool] = {}
 
@@ -220,7 +227,7 @@ class StateDictReader:
         for key, entry in entries.items():
             if key in state and entry.shape != state[key].shape:
                 raise CheckpointError(
-                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its {self._described_by} asks "
+                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its config.json asks "
                     f"for {list(state[key].shape)}"
                 )
         return [key for key in entries if key in state]
@@ -232,12 +239,12 @@ class StateDictReader:
         stored = {}
         for key in state:
             source = tied.get(key, key)
-            group = [key, source, *(target for target, other in tied.items() if other == source)]
+            group = [key, source, *(target for target, tied_to in tied.items() if tied_to == source)]
             name = next((name for name in group if name in self._conversions), None)
             if name is not None:
                 stored[key] = name
             elif may_lack is None or not may_lack.search(key):
-                raise lacks(self._path, key, self._described_by, self._names)
+                raise lacks(self._path, key, self._names)
         return stored
 
 
@@ -273,3 +280,51 @@ def _require_numbered(tensors: list[LogicalTensor]) -> None:
 
 def _any_of(patterns: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+class StateDictCheckpoint(SafetensorsCheckpoint):
+    """Tensors by canonical name, of which each is an entry of the state dict or one expert of it."""
+
+    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+        return read_config(folder, architecture_by_modules)
+
+    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
+        assert isinstance(self.config, TransformersConfig)
+        self._modules = self.config.modules
+        self._reader = StateDictReader(empty_model(self._modules.text), tensors, path)
+        head, table = self._modules.head_key, self._modules.table_key
+        if self._reader.has_own(head) and self._reader.has_own(table):
+            self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
+        self._choose_type((self._reader.tensors(key)[0].dtype, shape) for key, shape in self._reader.shapes.items())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files, and of how `transformers` makes a state dict of them, by which weight files are named."""
+        return hashlib.sha256(f"{super().fingerprint} {loading_digest()}".encode()).hexdigest()
+
+    def _used_parts(self) -> Iterator[StoredTensor]:
+        for key in self._reader.shapes:
+            for tensor in self._reader.tensors(key):
+                yield from tensor.parts
+
+    def _title(self, name: str) -> str:
+        return self._reader.title(self._modules.key(name)[0])
+
+    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        key, expert, _ = self._modules.key(name)
+        if self._verifier is not None:
+            for tensor in self._reader.tensors(key):
+                for part in tensor.parts:
+                    self._verifier.check(part)
+        for tile in self._reader.tiles(key, expert):
+            yield tile if tile.is_floating_point() else tile.float()
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        key, expert, is_transposed = self._modules.key(name)
+        entry = None if is_transposed else self._reader.stored_rows(key, expert)
+        return None if entry is None else self._range_of(*entry)
+
+    def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if not self._modules.key(name)[2]:
+            return None
+        return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
