@@ -318,8 +318,8 @@ def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
         "tensors": entries,
         "left_out": left_out,
     }
-    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     open_as(type(config), folder)
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def _without_copies(tensors: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.folder import (
     tokenizer_folder,
     weight_files,
 )
-from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
+from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
@@ -50,8 +50,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
         stored = {name: tensor for file in self._files for name, tensor in read_header(file).items()}
+        self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
-        self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
 
     def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
         return read_config(folder)
@@ -82,23 +82,18 @@ class SafetensorsCheckpoint(Checkpoint):
         if self.config.tied_head and not same_elements(head, table):
             self.config = replace(self.config, tied_head=False)
 
-    def _used_parts(self) -> Iterator[StoredTensor]:
-        """Yield the stored tensors of all tensors of the model, some more than once."""
-        for matched in self._tensors.values():
-            yield from matched.stored.parts
-
     @cached_property
     def fingerprint(self) -> str:
         if self._snapshot_fingerprint is not None:
             return self._snapshot_fingerprint
-        if self._verifier is not None:
-            return self._verifier.manifest.fingerprint
+        if self._manifest is not None:
+            return self._manifest.fingerprint
         return content_fingerprint(identity_files(self._path))
 
     def verify(self) -> None:
         check_blobs(deciding_files(self.folder, self._files), hash_again=True)
-        if self._verifier is not None:
-            self._verifier = TensorVerifier(self.folder, self._used_parts(), believe_memory=False)
+        if self._manifest is not None:
+            verify_conversion(self.folder, self._files, hash_again=True)
         super().verify()
 
     def _title(self, name: str) -> str:
@@ -107,9 +102,6 @@ class SafetensorsCheckpoint(Checkpoint):
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         stored = tensor.stored
-        if self._verifier is not None:
-            for part in stored.parts:
-                self._verifier.check(part)
         # Columns cannot be read alone: read all rows and drop the columns of other tensors.
         for tile in stored.tiles([range(stored.num_rows)] if tensor.transposed else tensor.rows):
             if tensor.transposed:
@@ -132,8 +124,11 @@ class SafetensorsCheckpoint(Checkpoint):
             return None
         return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
 
+    def _is_transposed(self, name: str) -> bool:
+        return self._tensors[name].transposed
+
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._tensors[name].transposed:
+        if not self._is_transposed(name):
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 

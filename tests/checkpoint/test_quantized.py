@@ -226,7 +226,7 @@ def test_a_pickled_quantized_model_is_converted_and_verified(plain: Path, tmp_pa
         opened.seek(header.offset)
         opened.write(bytes([byte ^ 1]))
     with pytest.raises(CheckpointError, match="qzeros"):
-        open_checkpoint(tmp_path / "converted").tensor(name)
+        open_checkpoint(tmp_path / "converted")
 
 
 # ---- faults ----

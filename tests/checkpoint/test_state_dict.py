@@ -215,31 +215,6 @@ def test_an_expert_is_read_alone(name: str, tmp_path: Path, monkeypatch: pytest.
 # ---- quantized ----
 
 
-def test_mxfp4_experts_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    model, empty = build("GptOssForCausalLM", hidden_size=32, intermediate_size=48)
-    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(6)
-    expected: dict[str, torch.Tensor] = {}
-    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, into, out = tensors.pop(key).shape
-        if into % 32:
-            into = 64
-            empty.get_submodule(key.rpartition(".")[0]).register_parameter(
-                key.rpartition(".")[2], torch.nn.Parameter(torch.empty(num_experts, into, out, device="meta"))
-            )
-        blocks = torch.randint(0, 256, (num_experts, out, into // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(110, 130, (num_experts, out, into // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        expected[key] = convert_moe_packed_tensors(blocks, scales).float()
-    reader = open_reader(empty, write(tmp_path, tensors), {"quant_method": "mxfp4"})
-    assert len(expected) == 4
-    for key, values in expected.items():
-        assert torch.equal(read(reader, key), values)
-        assert torch.equal(read(reader, key, 3), values[3])
-
-
 @pytest.mark.parametrize(
     ("config", "quantize"),
     [

@@ -49,6 +49,7 @@ def test_what_others_take_is_not_returned_again_and_again(monkeypatch):
     assert process.returned == 2, "gaps are noticed as before"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 def test_gaps_between_blocks_are_resident_until_then():
     """300 MiB in blocks of which every second one is freed: half of them stay resident, and then go."""

@@ -98,6 +98,7 @@ def test_a_program_that_computes_is_seen_by_the_real_counters():
     assert later.own_s - earlier.own_s < 0.5
 
 
+@pytest.mark.slow
 def test_own_work_is_not_taken_for_that_of_others():
     """The inverse: a process that computes itself leaves the counters of others as they are."""
     program = (

@@ -149,7 +149,7 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
 
         def rows(start: int, count: int) -> torch.Tensor:
             stored = read_rows(codes, start, count, codes.shape[-1])
-            values = _FP4_PAIRS[stored.view(torch.uint8).int()].flatten(-2) if scaling.fp4 else stored.float()
+            values = _unpack_fp4(stored) if scaling.fp4 else stored.float()
             row = torch.arange(start, start + count)
             grid_row = row // shape[-2] * grid[-2] + row % shape[-2] // block[0]
 
@@ -180,6 +180,11 @@ def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[
     if not fits:
         raise CheckpointError(f"{title}: scales of shape {list(scale_shape)} do not fit weights of {list(shape)}")
     return grid, block
+
+
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    pairs = _FP4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())  # faster than by two dimensions
+    return pairs.view(len(packed), -1)
 
 
 def _read_scale(stored: StoredTensor) -> torch.Tensor:
@@ -283,11 +288,18 @@ def _grouped(
     def prepare() -> ReadRows:
         codes, zeros, scales = read()
         index = torch.arange(inputs) // group_size if g_idx is None else read_all(g_idx).long()
-        if g_idx is not None and inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
-            raise CheckpointError(f"{g_idx.title} names groups outside 0 to {num_groups - 1}")
-        return lambda start, count: (
-            (codes(start, count) - zeros(start, count)[:, index]).float() * scales[start : start + count, index]
-        )
+        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+            raise CheckpointError(f"{parts[-1].title} names groups outside 0 to {num_groups - 1}")
+        is_even = g_idx is None and inputs == num_groups * group_size
+
+        def rows(start: int, count: int) -> torch.Tensor:
+            values, offsets, factors = codes(start, count), zeros(start, count), scales[start : start + count]
+            if is_even:  # several times as fast as by index
+                by_group = values.unflatten(1, (num_groups, group_size))
+                return (by_group - offsets.unsqueeze(2)).float() * factors.unsqueeze(2)
+            return (values - offsets.index_select(1, index)).float() * factors.index_select(1, index)
+
+        return rows
 
     name = group.first.name.rpartition(".")[0] + ".weight"
     return LogicalTensor(name, shape, group.dtype(scale), parts, prepare)
