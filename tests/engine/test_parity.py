@@ -19,9 +19,7 @@ from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts, se
 from tests.helpers.tiny_models import VARIANTS, TinyModel
 
 # One request alone is tried with one family in three, and with all of them by the slow suite.
-ALONE = [
-    pytest.param(1, name, marks=[] if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(VARIANTS)
-]
+ALONE = [pytest.param(1, name, marks=[] if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(VARIANTS)]
 
 
 @pytest.mark.parametrize("batch, variant", [*((17, variant) for variant in VARIANTS), *ALONE])
