@@ -37,14 +37,14 @@ def kernel(request, monkeypatch):
         torch.cuda, "get_device_capability", lambda device: (8, 0) if request.param == "flash" else (7, 5)
     )
     monkeypatch.setattr(attention, "mask_dtype", lambda device, dtype: dtype)
-    choose = attention._device_kernel
+    choose = attention.device_kernel
     choose.cache_clear()
 
     def on_device(q, mask):
         assert mask is None or (mask.dtype == q.dtype and not mask.storage_offset() % 8), "rules are checked before"
         return choose(CUDA, q.dtype, q.shape[-1], mask is not None)
 
-    monkeypatch.setattr(attention, "_fused_kernel", on_device)
+    monkeypatch.setattr(attention, "fused_kernel", on_device)
     yield calls
     choose.cache_clear()
 
@@ -52,7 +52,7 @@ def kernel(request, monkeypatch):
 def explicit(monkeypatch, function, *arguments):
     """The same by the formula in float32."""
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_fused_kernel", lambda q, mask: None)
+        patch.setattr(attention, "fused_kernel", lambda q, mask: None)
         return function(*(x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments))
 
 
@@ -124,36 +124,36 @@ def test_products_of_16_bits_do_not_overflow(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "dim", "masked", "name"),
     [
-        ((7, 5), HALF, 128, False, "_attend_efficient"),
-        ((7, 5), HALF, 128, True, "_attend_efficient"),
+        ((7, 5), HALF, 128, False, attention.EFFICIENT),
+        ((7, 5), HALF, 128, True, attention.EFFICIENT),
         ((7, 5), BRAIN, 128, False, None),
-        ((7, 5), FULL, 128, False, "_attend_efficient"),
-        ((8, 0), HALF, 128, False, "_attend_flash"),
-        ((8, 6), BRAIN, 256, False, "_attend_flash"),
-        ((9, 0), BRAIN, 264, False, "_attend_efficient"),
-        ((9, 0), BRAIN, 128, True, "_attend_efficient"),
-        ((9, 0), FULL, 128, False, "_attend_efficient"),
+        ((7, 5), FULL, 128, False, attention.EFFICIENT),
+        ((8, 0), HALF, 128, False, attention.FLASH),
+        ((8, 6), BRAIN, 256, False, attention.FLASH),
+        ((9, 0), BRAIN, 264, False, attention.EFFICIENT),
+        ((9, 0), BRAIN, 128, True, attention.EFFICIENT),
+        ((9, 0), FULL, 128, False, attention.EFFICIENT),
         ((9, 0), HALF, 12, False, None),
-        ((9, 0), FULL, 12, False, "_attend_efficient"),
+        ((9, 0), FULL, 12, False, attention.EFFICIENT),
         ((13, 0), HALF, 128, False, None),
     ],
 )
 def test_the_kernel_follows_from_device_and_dtype(monkeypatch, capability, dtype, dim, masked, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    attention._device_kernel.cache_clear()
-    chosen = attention._device_kernel(CUDA, dtype, dim, masked)
-    attention._device_kernel.cache_clear()
-    assert (None if chosen is None else chosen.__name__) == name
+    attention.device_kernel.cache_clear()
+    chosen = attention.device_kernel(CUDA, dtype, dim, masked)
+    attention.device_kernel.cache_clear()
+    assert chosen == name
 
 
 def test_other_biases_take_the_formula(monkeypatch):
-    monkeypatch.setattr(attention, "_device_kernel", lambda *_: attention._attend_efficient)
+    monkeypatch.setattr(attention, "device_kernel", lambda *_: attention.EFFICIENT)
     q = torch.empty(2, 4, 1, 16, dtype=HALF, device="meta")
     aligned = attention.additive_mask(torch.empty(2, 1, 1, 13, dtype=torch.bool, device="meta"), HALF)
-    assert attention._fused_kernel(q, aligned) is attention._attend_efficient
-    assert attention._fused_kernel(q, aligned.float()) is None  # ALiBi
-    assert attention._fused_kernel(q, aligned[..., 3:]) is None
-    assert attention._fused_kernel(q, torch.zeros(2, 1, 1, 13, dtype=HALF, device="meta")) is None
+    assert attention.fused_kernel(q, aligned) == attention.EFFICIENT
+    assert attention.fused_kernel(q, aligned.float()) is None  # ALiBi
+    assert attention.fused_kernel(q, aligned[..., 3:]) is None
+    assert attention.fused_kernel(q, torch.zeros(2, 1, 1, 13, dtype=HALF, device="meta")) is None
 
 
 def test_the_slow_kernels_hold_the_rules():

@@ -14,7 +14,7 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend import empty_model
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from tests.helpers.backend_models import (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.decoder_config import Activation, DecoderConfig, RopeConfig
+
+Config = Mapping[str, Any]  # content of `config.json`, or what `gguf_config` returns
 
 # Ten times the deepest model that is published. A config could say billions, and each layer is listed.
 MAX_LAYERS = 10_000
@@ -27,29 +28,22 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads: int, **features: Any) -> DecoderConfig:
-    """Fill the record of a decoder like GPT-2: layer norms, biases, no gate, and keys and values for every query head.
+def decoder_config(config: Config, **record: Any) -> DecoderConfig:
+    """Make a record of its fields, `architecture` among them.
 
-    features: the other fields of `DecoderConfig`, and those in which the architecture differs.
+    With LongRoPE the context length is limited to the original one: the second set of factors, for longer texts, would
+    change the keys of all earlier tokens.
+
+    Raises `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has.
     """
-    refuse_unread(config, architecture)
-    gpt: dict[str, Any] = dict(
-        architecture=architecture,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=config["vocab_size"],
-        embed_size=hidden,
-        norm="layernorm",
-        gated_mlp=False,
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", True),
-    )
-    return within_original_context(DecoderConfig(**{**gpt, **features}))
+    if config.get("is_causal") is False:
+        raise UnsupportedArchitectureError(f"{record['architecture']} with is_causal false generates nothing")
+    if config.get("per_layer_config"):
+        raise UnsupportedArchitectureError(f"{record['architecture']} with per_layer_config is not supported")
+    for rope in (record["rope"], record.get("local_rope")):
+        if rope is not None and rope.kind == "factors":
+            record["max_positions"] = min(record["max_positions"], rope.original_max_positions)
+    return DecoderConfig(**record)
 
 
 def activation_of(architecture: str, name: str) -> Activation:
@@ -60,20 +54,6 @@ def activation_of(architecture: str, name: str) -> Activation:
             f"{architecture} with the activation {name!r} is not supported; known are {known}"
         )
     return _ACTIVATIONS[name]
-
-
-def with_own_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a configuration in an architecture's own words. names: other word -> its own, over which it wins."""
-    own = {name: config[other] for other, name in names.items() if config.get(other) is not None}
-    return {**config, **own}
-
-
-def refuse_unread(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has."""
-    if config.get("is_causal") is False:
-        raise UnsupportedArchitectureError(f"{architecture} with is_causal false generates nothing")
-    if config.get("per_layer_config"):
-        raise UnsupportedArchitectureError(f"{architecture} with per_layer_config is not supported")
 
 
 def layer_indices(config: Mapping[str, Any]) -> range:
@@ -170,16 +150,6 @@ def read_rope(
     raise UnsupportedArchitectureError(
         f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
     )
-
-
-def within_original_context(config: DecoderConfig) -> DecoderConfig:
-    """Limit the context length of a record with LongRoPE to the original context.
-
-    LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.
-    """
-    ropes = (rope for rope in (config.rope, config.local_rope) if rope is not None and rope.kind == "factors")
-    longest = min((rope.original_max_positions for rope in ropes), default=config.max_positions)
-    return replace(config, max_positions=min(config.max_positions, longest))
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
