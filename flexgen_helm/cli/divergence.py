@@ -29,7 +29,7 @@ from flexgen_helm.quant.precisions import precision_named, split_precisions
 if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.engine.predictions import OnLogits
+    from flexgen_helm.engine.executor import OnLogits
     from flexgen_helm.report.divergence import Divergence
     from flexgen_helm.report.paired import Vector
 

@@ -16,6 +16,7 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
@@ -123,16 +124,14 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
         "_LINK_BYTES": MIB, "_SMALL_OPERATIONS": 2, "_DEVICE_ATTENTION": (4, 16, 32, 2),
     }.items():  # fmt: skip
         monkeypatch.setattr(profiler, name, value)
-    products, honest = set(), profiler._product_curves
+    products, honest = set(), profiler._best
 
-    def product_curves(best, device, *arguments):
-        def noted(calls, *repeats):
-            products.update((device.type, call.__closure__[0].cell_contents[1].shape[0]) for call in calls)
-            return best(calls, *repeats)
+    def noted(calls, repeats, device=profiler._HOST):
+        given = [call.args for call in calls if getattr(call, "func", None) in (linear, linear_as_stored)]
+        products.update((device.type, weight.shape[0]) for _, weight, _ in given)
+        return honest(calls, repeats, device)
 
-        return honest(noted, device, *arguments)
-
-    monkeypatch.setattr(profiler, "_product_curves", product_curves)
+    monkeypatch.setattr(profiler, "_best", noted)
     with cuda_in_host_memory() as device:
         profile = profiler.measure(tmp_path)
     device.check()
