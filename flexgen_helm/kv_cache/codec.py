@@ -266,7 +266,7 @@ class NewTokens:
     """One new token of each sequence of a block.
 
     units: of the storage, where a unit is a token; None where groups are stored.
-    window_slots, window_index: [B] each, where they go in the residual window, if there is one.
+    window_slots, window_index: where they go in the residual window, [B], if there is one.
     groups: that the tokens complete.
     """
 

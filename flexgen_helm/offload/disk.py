@@ -253,7 +253,7 @@ class WeightFiles:
             raise _offload_error(error, path, ALIGNMENT) from error
 
     def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> None:
-        """Write a matrix beside its place, then move it there."""
+        """Write a matrix under another name, then rename it."""
         part = path.with_name(path.name + ".part")
         for abandoned in self._folder.glob("*.part"):
             abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock

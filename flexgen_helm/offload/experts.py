@@ -93,6 +93,7 @@ class ExpertStreamer:
         assert expert in self._wanted, f"{expert} was not asked for, or is used in another order"
         while self._wanted[0] != expert:
             self._give_up()
+        self._load_wanted()
         return self._tiers.wait(self._loads[expert].matrices, "weights", expert)[name]
 
     def finish(self) -> None:
@@ -112,7 +113,7 @@ class ExpertStreamer:
     def cancel(self) -> None:
         """Forget what was asked for; wait for loads under way. What slots hold stays."""
         self._end_guessing()
-        self._wanted.clear()
+        self.finish()
         self._stage_used_again = None
         for expert in [name for name, load in self._loads.items() if load.matrices.exception() is not None]:
             self._drop(expert)
@@ -144,11 +145,11 @@ class ExpertStreamer:
     def _give_up(self) -> None:
         """Let the slot of the first wanted expert be reused."""
         expert = self._wanted.popleft()
-        load = self._loads[expert]
+        if (load := self._loads.get(expert)) is None:
+            return
         self._readers[load.slot] = self._tiers.launched()
         if load.matrices.done() and load.matrices.exception() is not None:
             self._drop(expert)
-        self._load_wanted()
 
     def _victim(self, unused: Sequence[str] = ()) -> str | None:
         """Return the expert whose slot is worth least, of equals the newest; None if all are wanted, or in `unused`."""

@@ -41,7 +41,7 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
+from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
     StagedMatrix,
@@ -397,20 +397,16 @@ class _StageView(StageWeights):
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
             return tiled_linear(x, matrix, bias, fmt, out_size)
         assert self._staged_rows is not None
+        staged = self._staged_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
-        out: Tensor | None = None
-        for first_stripe, rows in self._staged_rows(name):
-            first = first_stripe * stripe_rows
-            count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
-            part = tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
-            if count == out_size:
-                out = part
-                continue
-            if out is None:
-                out = x.new_empty((x.shape[0], out_size))
-            out[:, first : first + count] = part
-        assert out is not None
-        return out
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for first_stripe, rows in staged:
+                first = first_stripe * stripe_rows
+                count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
+                yield first, tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
+
+        return joined(parts(), x, out_size)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
