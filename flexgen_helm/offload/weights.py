@@ -141,7 +141,10 @@ class TieredWeights:
                 if tier == tiers.compute_tier or len(shape) == 1:
                     self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
                 else:
-                    self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
+                    self._claim(tier, "weights", loader.num_bytes(name))
+                    matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
+                    fmt, expert = loader.format_of(name), expert_of(name)
+                    self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
             report(ProgressPhase("load", done=total, total=total))
             if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
@@ -155,7 +158,10 @@ class TieredWeights:
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
             self._stages = stage_names(self._config)
-            self._stage_experts = {stage: self._experts_of(stage) for stage in self._stages}
+            self._stage_experts: dict[str, list[str]] = {}  # by number
+            for stage in self._stages:
+                experts = {expert for name in stage_tensor_shapes(self._config, stage) if (expert := expert_of(name))}
+                self._stage_experts[stage] = sorted(experts, key=expert_number)
             self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
@@ -287,16 +293,6 @@ class TieredWeights:
         # Rows of a table are looked up, also where it is the head.
         copy = column_major(copy) if is_multiplied and not is_table else copy
         return Weight(shape[0], shape[-1], None, copy, stored=stored)
-
-    def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
-        self._claim(tier, "weights", loader.num_bytes(name))
-        matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
-        return Weight(shape[0], shape[-1], loader.format_of(name), offloaded=matrix, expert=expert_of(name))
-
-    def _experts_of(self, stage: str) -> list[str]:
-        """Return the experts of a stage, by number."""
-        experts = {expert_of(name) for name in stage_tensor_shapes(self._config, stage)} - {None}
-        return sorted((expert for expert in experts if expert is not None), key=expert_number)
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         tiers, prefetcher = self._tiers, self._prefetcher
