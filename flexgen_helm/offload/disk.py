@@ -235,7 +235,7 @@ class WeightFiles:
     def num_bytes(self) -> int:
         """Bytes of the files that are there."""
         paths = self._folder.glob("[!.]*")
-        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt"))
+        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt", ".json", ".lock"))
 
     def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
         """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless that was done."""

@@ -46,11 +46,12 @@ from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, Offl
 from flexgen_helm.offload.prefetcher import (
     StagedMatrix,
     StageRows,
+    StagingRing,
     WeightPrefetcher,
     fits,
     staged_bytes,
 )
-from flexgen_helm.offload.staging import StagingRing, aligned, pages
+from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, UNLIMITED, Tier
 from flexgen_helm.planner.weight_placement import Placement
