@@ -313,7 +313,7 @@ def test_14_a_process_that_it_started_would_be_noticed(tmp_path: Path) -> None:
 # A parent that starts a child, says its pid, and waits.
 PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
 CHILD = "import time; {guard}; open({file!r}, 'w').close(); time.sleep(60)"
-GUARD = "from flexgen_helm.cli.ranks import end_with_parent; end_with_parent()"
+GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
 
 
 @pytest.mark.parametrize("guarded", [True, False])
