@@ -292,9 +292,8 @@ def test_csv_has_the_numbers_of_json(tmp_path, capsys):
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert list(frame["change"]) == pytest.approx([comparison.change for comparison in model.comparisons])
     assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
-    ratio = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
-    row = frame[frame["metric"] == "word_perplexity"].iloc[0]
-    assert (row["interval.low"], row["interval.high"]) == pytest.approx(ratio.interval) and row["kind"] == "ratio"
+    low, high = zip(*(comparison.interval for comparison in model.comparisons))
+    assert list(frame["interval.low"]) == pytest.approx(low) and list(frame["interval.high"]) == pytest.approx(high)
     assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out)).set_index("run")
     assert len(frame) == 4 and frame.loc["mc:mode=a,model=flexgen_tiny-4bit", "precision"] == "4bit"
@@ -339,10 +338,6 @@ def test_the_command(tmp_path):
     assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
     assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
-    for columns in (60, 80):  # nothing is cut, whatever the terminal does with long lines
-        text = comparison_page(compare_suite(suite), "mine").to_text(columns)
-        assert max(map(len, text.splitlines())) <= columns and "0.6667" in text and "+0.00 pp" in text, text
-        assert ("1.0000 (1 : 1)" in text) != ("(No room for: " in " ".join(text.split())), text
     for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
         refused = compare(*arguments)
         assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
