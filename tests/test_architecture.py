@@ -24,7 +24,6 @@ TORCH_FREE = [
     "flexgen_helm",
     "flexgen_helm.checkpoint.names",
     "flexgen_helm.config",
-    "flexgen_helm.distributed.dispatcher",
     "flexgen_helm.distributed.ray_cluster",
     "flexgen_helm.cli",
     "flexgen_helm.response_cache",
