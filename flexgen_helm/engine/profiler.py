@@ -116,7 +116,7 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
     from flexgen_helm.kernels.layer_rows import put_rows
     from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
     from flexgen_helm.models.decoder import StageWeights
-    from flexgen_helm.models.decoder_of import decoder_of
+    from flexgen_helm.models.transformers_backend.decoder import decoder_of
     from flexgen_helm.offload.linear import tiled_linear
     from flexgen_helm.planner.problem import between_elements
 

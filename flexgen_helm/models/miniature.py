@@ -137,7 +137,7 @@ def _layer_kind(config: ModelConfig, layer: int) -> Any:
     assert isinstance(config, TransformersConfig)
     kind = config.modules.kind(layer)
     mixer = None if kind.mixer is None else replace(kind.mixer, states=(), width=0)
-    names = tuple(name for name, _ in (*kind.matrices, *kind.others))
+    names = tuple(name for name, _ in (*kind.matrices, *kind.resident))
     reads = any(layer in shared.readers for shared in config.modules.shared_keys)
     return *common, names, tuple(experts.path for experts in kind.experts), mixer, kind.attends, reads
 

@@ -52,11 +52,8 @@ class Routing:
         announce([number for number, _ in parts])
         out = torch.zeros_like(x)
         for number, part in parts:
-            own = x.index_select(0, tokens[part])
-            if weighs_input:
-                y = expert(number, own.mul_(token_weights[part]))
-            else:
-                y = expert(number, own).mul_(token_weights[part])
+            given, weights = x.index_select(0, tokens[part]), token_weights[part]
+            y = expert(number, given.mul_(weights)) if weighs_input else expert(number, given).mul_(weights)
             out.index_add_(0, tokens[part], y)
         return out
 

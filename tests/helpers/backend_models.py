@@ -148,7 +148,7 @@ def largest_difference(
 def features(config: TransformersConfig) -> str:
     """What distinguishes the model for the engine."""
     found = []
-    others = [name for kind in config.modules.kinds for name, _ in kind.others]
+    others = [name for kind in config.modules.kinds for name, _ in kind.resident]
     if any(name.endswith("kv_b_proj.weight") for name in others):
         found.append("latents")
     elif config.num_kv_heads < config.num_heads:

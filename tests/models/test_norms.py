@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from flexgen_helm.models.decoder import rms_norm
-from flexgen_helm.models.transformers_backend.norms import rms_norm_of
+from flexgen_helm.models.transformers_backend.decoder import rms_norm_of
 
 SIZE, EPS = 48, 1e-5
 

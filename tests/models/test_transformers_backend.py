@@ -148,7 +148,7 @@ def test_latents_are_cached_instead_of_keys_of_every_head(tmp_path):
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 24)
     assert config.kv_bytes_per_token(2) == 2 * 2 * 24 * 2
     expands = ("self_attn.kv_b_proj.weight", (4 * (8 + 8), 16))
-    assert all(expands in kind.others and expands not in kind.matrices for kind in config.modules.kinds)
+    assert all(expands in kind.resident and expands not in kind.matrices for kind in config.modules.kinds)
 
 
 def test_attention_to_latents_equals_attention_to_their_expansion():

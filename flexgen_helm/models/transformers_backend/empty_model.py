@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -73,22 +74,14 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
     whole = AutoConfig.for_model(model_type, **content)
     config = whole.get_text_config()
     if not is_causal:  # the language model of one of several parts
-        cls = _causal_class(config)
+        listed = transformers.AutoModelForCausalLM._model_mapping
+        unlisted = [getattr(transformers, name) for name in UNLISTED_CLASSES if hasattr(transformers, name)]
+        classes = {cls.config_class: cls for cls in unlisted}
+        cls = listed[type(config)] if type(config) in listed else classes.get(type(config))
         if cls is None:
             raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
         config.tie_word_embeddings = whole.tie_word_embeddings
     return cls, config
-
-
-def _causal_class(config: Any) -> Any:
-    """Return the causal class of a text configuration; None if there is none."""
-    import transformers
-
-    known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in known:
-        return known[type(config)]
-    unlisted = (getattr(transformers, name, None) for name in UNLISTED_CLASSES)
-    return next((cls for cls in unlisted if cls is not None and cls.config_class is type(config)), None)
 
 
 class _NoLargeTensors(TorchFunctionMode):
@@ -97,11 +90,8 @@ class _NoLargeTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _FACTORIES and kwargs.get("device") is None:
-            sizes = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
-            count = 1
-            for size in sizes if isinstance(sizes, (tuple, list, torch.Size)) else ():
-                count *= int(size) if isinstance(size, int) else 1
-            if count > _MAX_BUFFER_ELEMENTS:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+            if prod(size for size in sizes if isinstance(size, int)) > _MAX_BUFFER_ELEMENTS:
                 kwargs["device"] = "meta"
         return func(*args, **kwargs)
 
