@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
 from flexgen_helm.models.routing import Routing
 
@@ -110,39 +110,6 @@ class StageWeights(Protocol):
         ...
 
 
-class LayerDecoder(Protocol):
-    """What the executor asks of a model: one stage at a time.
-
-    attention: of layers that name no other.
-    """
-
-    attention: AttentionConfig
-    dtype: torch.dtype
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def rotary(self, positions: Tensor) -> Any:
-        """What layers need besides hidden states and weights, for tokens at absolute positions [T]."""
-        ...
-
-    def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
-        """token_ids and positions [T] -> hidden [T, H]."""
-        ...
-
-    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
-        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
-        ...
-
-    def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
-        ...
-
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select: a weight for each [E]; None for no guess."""
-        ...
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "silu": lambda x: F.silu(x, inplace=True),
@@ -152,7 +119,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """The equations of one model."""
+    """The equations of one model. `TransformersDecoder` answers to the same calls.
+
+    attention: of layers that name no other.
+    """
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
@@ -191,14 +161,7 @@ class Decoder:
             hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
-    def layer(
-        self,
-        weights: StageWeights,
-        layer: int,
-        hidden: Tensor,
-        rotary: Mapping[RopeConfig, Rotary],
-        attend: Attend,
-    ) -> Tensor:
+    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
         q, k, v = self.before_attention(weights, layer, hidden, rotary)
         return self.after_attention(weights, layer, hidden, attend(q, k, v))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Attend, Decoder, LayerDecoder, StageWeights, StateGroup, TableRows, rms_norm
+from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows, rms_norm
 from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import Routing
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
@@ -45,14 +45,14 @@ class _ModuleTensor:
 
 
 class TransformersDecoder:
-    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
+    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `Decoder`."""
 
     def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
         self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
-        self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
+        self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)  # of most layers
         self._state = TokenState(config)
         self._table, self._layer_inputs = self._model.base.get_input_embeddings(), self._model.layer_input_table
         head = self._model.model.get_output_embeddings()
@@ -69,12 +69,8 @@ class TransformersDecoder:
             self._tensors_of(module, config.modules.kind(layer).resident)
             for layer, module in enumerate(self._model.layers)
         ]
-        self._paths: dict[int, str] = {}  # of modules within their layer
         for layer, module in enumerate(self._model.layers):
-            modules = dict(module.named_modules())
-            self._paths |= {id(part): path for path, part in modules.items()}
-            kind = self._modules.kind(layer)
-            runner = None
+            modules, kind, runner = dict(module.named_modules()), self._modules.kind(layer), None
             if kind.mixer is not None:
                 runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
                 modules[kind.mixer.path].forward = partial(self._mix, runner)
@@ -88,11 +84,6 @@ class TransformersDecoder:
                 if (norm := rms_norm_of(part)) is not None:
                     part.forward = norm
         self._model.call_directly()
-
-    @property
-    def attention(self) -> AttentionConfig:
-        """What most layers use; each names its own."""
-        return self._attention_of(self.config.head_dim**-0.5, self.config.attn_softcap)
 
     def rotary(self, positions: Tensor) -> list[LayerArguments]:
         """What each layer is passed besides the hidden states, for tokens at absolute positions [T]."""
@@ -114,9 +105,7 @@ class TransformersDecoder:
                     table._parameters["weight"] = None
             return self._state.new(hidden, layers)
 
-    def layer(
-        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Sequence[LayerArguments], attend: Attend
-    ) -> Tensor:
+    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
         """Decoder layer number `layer`: hidden [T, state size] -> the same."""
         layer += self.config.layers_before
         kind, arguments = self._modules.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
@@ -143,7 +132,7 @@ class TransformersDecoder:
         x = self._state.hidden(hidden)
         with (
             self._stage(weights, self._inside[layer]),
-            self._model.bound(_attend_to_nothing, _end_with_selection),
+            self._model.bound(None, _end_with_selection),
         ):
             try:
                 modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
@@ -199,33 +188,28 @@ class TransformersDecoder:
             v = F.pad(v, (0, config.head_dim - value_dim, 0, more))
         if sinks is not None and more:
             sinks = F.pad(sinks, (0, more_queries))
-        return attend(q, k, v, self._attention_of(call.scale, call.softcap), sinks)[:, :heads, :value_dim]
-
-    def _attention_of(self, scale: float, softcap: float | None) -> AttentionConfig:
-        key = float(scale), softcap
-        if key not in self._attention:
-            self._attention[key] = AttentionConfig(*key)
-        return self._attention[key]
+        return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[:, :heads, :value_dim]
 
     def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
         """Each token x [T, H] through its experts."""
         assert self._weights is not None
-        path = self._paths[id(call.module)]
-        return Routing(call.selected, call.weights, kind.num_experts).apply(
-            call.x, self._weights.use_experts, partial(self._expert, call.module, path), call.weighs_input
-        )
+        module, weights = call.module, self._weights
 
-    def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        inner = self._expert_linear(module, path, expert, first, x)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        y = self._expert_linear(module, path, expert, "down_proj", inner)
-        return module.post_expert_norm(y) if module.has_post_expert_norm else y
+        def linear(number: int, entry: str, x: Tensor) -> Tensor:
+            y = weights.linear(expert_name(call.path, number, entry).removesuffix(".weight"), x)
+            return y + getattr(module, f"{entry}_bias")[number] if module.has_bias else y
 
-    def _expert_linear(self, module: Any, path: str, expert: int, entry: str, x: Tensor) -> Tensor:
-        assert self._weights is not None
-        y = self._weights.linear(expert_name(path, expert, entry).removesuffix(".weight"), x)
-        return y + getattr(module, f"{entry}_bias")[expert] if module.has_bias else y
+        def expert(number: int, x: Tensor) -> Tensor:
+            inner = linear(number, "gate_up_proj" if module.has_gate else "up_proj", x)
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            y = linear(number, "down_proj", inner)
+            return module.post_expert_norm(y) if module.has_post_expert_norm else y
+
+        routing = Routing(call.selected, call.weights, kind.num_experts)
+        return routing.apply(call.x, weights.use_experts, expert, call.weighs_input)
+
+
+LayerDecoder = Decoder | TransformersDecoder
 
 
 def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LayerDecoder:
@@ -246,10 +230,6 @@ class _SelectionError(Exception):
 
 def _end_with_selection(call: ExpertsCall) -> Tensor:
     raise _SelectionError(call)
-
-
-def _attend_to_nothing(call: AttentionCall) -> Tensor:
-    raise AssertionError("a router attends to nothing")
 
 
 # Norms of `transformers` take up to eight operations, ours one.

@@ -74,6 +74,12 @@ class ExpertsCall:
     weights: Tensor
     weighs_input: bool = False
 
+    @property
+    def path(self) -> str:
+        """Of the module within its layer."""
+        path: str = self.module.__dict__["flexgen_helm_path"]
+        return path
+
 
 @dataclass
 class Bindings:

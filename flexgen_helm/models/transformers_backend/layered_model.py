@@ -105,8 +105,8 @@ class LayeredModel:
             self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
             module.requires_grad_(False)
-            for part in module.modules():
-                part.__dict__["flexgen_helm_bindings"] = self.bindings
+            for path, part in module.named_modules():
+                part.__dict__["flexgen_helm_bindings"], part.__dict__["flexgen_helm_path"] = self.bindings, path
                 for name, buffer in part._buffers.items():
                     if buffer is not None and buffer.device.type != "meta":
                         part._buffers[name] = buffer.to(device)
@@ -205,7 +205,7 @@ class LayeredModel:
 
     @contextmanager
     def bound(
-        self, attend: Callable[[AttentionCall], Tensor], run_experts: Callable[[ExpertsCall], Tensor]
+        self, attend: Callable[[AttentionCall], Tensor] | None, run_experts: Callable[[ExpertsCall], Tensor]
     ) -> Iterator[None]:
         """Let modules call these functions."""
         self.bindings.attend, self.bindings.run_experts = attend, run_experts

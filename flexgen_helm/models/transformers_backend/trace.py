@@ -71,16 +71,15 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
     name, layers = type(model.model).__name__, [LayerTrace() for _ in model.layers]
     ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
     positions = torch.arange(_TOKENS, device="meta")[None]
-    trace, paths = LayerTrace(), dict[int, str]()
+    trace = LayerTrace()
 
     def attend(call: AttentionCall) -> Tensor:
         trace.calls.append(call)
         return call.q.new_empty((*call.q.shape[:2], call.v.shape[2]))
 
     def run_experts(call: ExpertsCall) -> Tensor:
-        path = paths[id(call.module)]
-        trace.experts[path] = call
-        trace.order.append(path)
+        trace.experts[call.path] = call
+        trace.order.append(call.path)
         return torch.empty_like(call.x)
 
     with torch.no_grad(), model.bound(attend, run_experts), _one_sequence():
@@ -90,7 +89,6 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
         arguments_of_one = model.before({"input_ids": ids[:, :1], "position_ids": positions[:, :1]})[1]
         for index, layer in enumerate(model.layers):
             trace, given = layers[index], arguments[index]
-            paths = {id(module): path for path, module in layer.named_modules()}
             _require_known_arguments(model, layer, given)
             shared_before = dict(given.shared_keys)
             with _noted(layer, trace, name) as note_state:
