@@ -61,16 +61,31 @@ def close(part, expected):
     return all((a.double() - b).abs().max() < 1e-5 for a, b in zip(part, expected))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 19, 70])
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_causal(kernel, config, tokens, key_heads):
+@pytest.mark.parametrize(
+    ("tokens", "window", "start"),
+    [
+        (1, None, 0), (2, None, 0), (19, None, 0), (70, None, 0), (19, Window(1), 0), (19, Window(5), 0),
+        (19, Window(18), 0), (19, Window(40), 0), (50, Window(7), 0), (50, Window(25), 0), (50, Window(47), 0),
+        (19, Window(1, is_chunked=True), 3), (19, Window(5, is_chunked=True), 0), (19, Window(5, is_chunked=True), 13),
+        (19, Window(19, is_chunked=True), 3), (19, Window(40, is_chunked=True), 3),
+    ],
+)  # fmt: skip
+def test_causal(kernel, config, key_heads, tokens, window, start, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 16)
     q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
-    allowed = torch.ones(tokens, tokens).tril().bool()
-    assert close(attention.attend_causal(q, k, v, config), formula(q, k, v, config, allowed))
+    at = torch.arange(start, start + tokens)
+    allowed = at[:, None] >= at
+    if window is not None and window.is_chunked:
+        allowed &= at[:, None] // window.tokens == at // window.tokens
+    elif window is not None:
+        allowed &= at[:, None] - at < window.tokens
+    found = attention.attend_causal(q, k, v, config, window, start)
+    assert close(found, formula(q, k, v, config, allowed))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_cached_rows_see_their_own_length(kernel, config, key_heads):
+def test_cached_rows_see_as_many_keys_as_they_have(kernel, config, key_heads):
     lengths = torch.tensor([1, 9, 4, 13])
     q = torch.randn(4, 6, 8)
     k, v = torch.randn(4, key_heads, 20, 8)[:, :, :13], torch.randn(4, key_heads, 20, 8)[:, :, :13]
@@ -78,27 +93,9 @@ def test_cached_rows_see_their_own_length(kernel, config, key_heads):
     out, lse = attention.attend_cached(q, k, v, config, lengths - 1, mask)
     for row in range(4):
         allowed = torch.arange(13)[None] < lengths[row]
-        own = k[row].transpose(0, 1), v[row].transpose(0, 1)
-        expected = formula(q[row : row + 1], *own, config, allowed, at=lengths[row : row + 1] - 1)
-        assert close((out[row : row + 1], lse[row : row + 1]), expected)
-
-
-@pytest.mark.parametrize("window", [1, 5, 18, 19, 40])
-def test_causal_with_a_window(kernel, config, window):
-    q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
-    distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
-    allowed = (distance >= 0) & (distance < window)
-    assert close(attention.attend_causal(q, k, v, config, Window(window)), formula(q, k, v, config, allowed))
-
-
-@pytest.mark.parametrize("start", [0, 3, 13])
-@pytest.mark.parametrize("chunk", [1, 5, 18, 19, 40])
-def test_causal_with_chunks(kernel, config, chunk, start):
-    q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
-    at = torch.arange(start, start + 19)
-    allowed = (at[:, None] >= at) & (at[:, None] // chunk == at // chunk)
-    own = attention.attend_causal(q, k, v, config, Window(chunk, is_chunked=True), start)
-    assert close(own, formula(q, k, v, config, allowed))
+        keys, values = k[row].transpose(0, 1), v[row].transpose(0, 1)
+        one = slice(row, row + 1)
+        assert close((out[one], lse[one]), formula(q[one], keys, values, config, allowed, at=lengths[one] - 1))
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -115,35 +112,18 @@ def test_what_a_window_shows(is_chunked):
             assert window.oldest(position, start) == oldest.item() and max(0, oldest.item() + start) == shown[0]
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
-def test_a_window_over_several_slices_of_queries(monkeypatch, config, window):
-    monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 16)
-    q, k, v = torch.randn(50, 6, 4), torch.randn(50, 2, 4), torch.randn(50, 2, 4)
-    distance = torch.arange(50)[:, None] - torch.arange(50)
-    attend_two_versions, parts = attention.attend_two_versions, []
-
-    def counted(q, quantized, plain, config, chunks):
-        parts.extend(chunks := list(chunks))
-        return attend_two_versions(q, quantized, plain, config, chunks)
-
-    monkeypatch.setattr(attention, "attend_two_versions", counted)
-    part = attention.attend_causal(q, k, v, config, Window(window))
-    assert close(part, formula(q, k, v, config, (distance >= 0) & (distance < window)))
-    assert [part.mask.numel() <= 16 * (16 + window) for part in parts] == [True] * 4
-
-
 @pytest.mark.parametrize("window", [2, 6, 9, 30])
-def test_a_window_over_a_shared_segment_merges_with_the_own_segment(kernel, config, window):
+def test_a_window_over_a_shared_segment_merges_with_the_rest(kernel, config, window):
     """Eight shared keys, then five tokens of one sequence; later tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
     at = torch.arange(8, 13)
     hidden = at[:, None] - torch.arange(8) >= window
     mask = attention.additive_mask(hidden, torch.float32)
     common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask, hidden.all(-1))
-    own = attention.attend_causal(q, k[8:], v[8:], config, Window(window))
+    rest = attention.attend_causal(q, k[8:], v[8:], config, Window(window))
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)
-    assert close(attention.merge_partial(own, common), expected)
+    assert close(attention.merge_partial(rest, common), expected)
 
 
 @settings(max_examples=50, deadline=None)
