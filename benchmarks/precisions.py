@@ -84,8 +84,8 @@ def evaluate(
             options.tell(f"{precision}, LAMBADA: {flips(answers[FP16.name], answers[precision])}")
             yield engine
 
-    def prompts(engine: Engine) -> list[ComparedPrompts]:
-        return [text_windows(engine, text, WINDOW, windows)]
+    def prompts(engine: Engine) -> dict[str, ComparedPrompts]:
+        return {"": text_windows(engine, text, WINDOW, windows)}
 
     found = {}
     for _, divergence in measure(load, FP16.name, MEASURED, prompts, folder=scratch):

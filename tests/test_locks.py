@@ -6,9 +6,8 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -66,41 +65,6 @@ def test_one_process_has_a_lock_and_is_named(tmp_path: Path, monkeypatch: pytest
         pass
     with locked(path, 0):
         pass
-
-
-@without_locks
-def test_threads_have_a_lock_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    refuse(monkeypatch, code)
-    inside, most = 0, 0
-
-    def work() -> None:
-        nonlocal inside, most
-        for _ in range(5):
-            with locked(tmp_path / "lock"):
-                inside += 1
-                most = max(most, inside)
-                inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert most == 1
-
-
-@without_locks
-def test_another_thread_may_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Any thread closes an engine, and so its offload directory."""
-    refuse(monkeypatch, code)
-    with ExitStack() as held:
-        held.enter_context(locked(tmp_path / "lock"))
-        thread = threading.Thread(target=held.pop_all().close)
-        thread.start()
-        thread.join(30)
-        with locked(tmp_path / "lock", 0):
-            pass
 
 
 def test_an_old_file_of_a_machine_with_locks_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_case_and_punctuation_do_not_count(name: str, data: st.DataObject) -> No
     letters = name.replace("-", data.draw(st.sampled_from(["", "_", " ", "--"])))
     typed = letters.upper() if data.draw(st.booleans()) else letters
     bare = name.replace("-", "").replace(".", "").replace("_", "")
-    same = {other for other in CATALOG if other.replace("-", "").replace(".", "").replace("_", "") == bare}
+    same = {known for known in CATALOG if known.replace("-", "").replace(".", "").replace("_", "") == bare}
     assert set(closest(typed, CATALOG)) == same
 
 

@@ -130,7 +130,7 @@ def _throttle(gb_s: float) -> None:
     """Hold each direction of the link to a rate, as that of an older card."""
     limits, copy = {"cpu": RateLimit(gb_s), "cuda": RateLimit(gb_s)}, CudaCopyEngine._copy
 
-    def slow(self: CudaCopyEngine, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+    def slow(self: CudaCopyEngine, source: Tensor, target: Tensor) -> Tensor:
         with limits[target.device.type].transfer(source.nbytes):
             return copy(self, source, target)
 

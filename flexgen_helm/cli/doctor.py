@@ -290,11 +290,11 @@ def _response_cache() -> Finding:
     folder = state_dir() / "journal"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
-            replace_text(Path(own) / "a", "x")
-            sync_folder(Path(own))
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as scratch:
+            replace_text(Path(scratch) / "a", "x")
+            sync_folder(Path(scratch))
             for results in ({"key": _SOME_RESULT}, {}):  # of a second connection nothing is written
-                with closing(ResponseCache(Path(own) / "a.sqlite")) as cache:
+                with closing(ResponseCache(Path(scratch) / "a.sqlite")) as cache:
                     cache.put_many(results)
                     is_found = cache.get_many(["key"]) == {"key": _SOME_RESULT}
     except OSError as error:
@@ -328,8 +328,8 @@ def _direct_reads() -> Finding:
     from flexgen_helm.offload.staging import ALIGNMENT, pages
 
     folder = existing_folder(state_dir() / "offload")
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
-        file = DirectFile(Path(own) / "file", ALIGNMENT, create=True)
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as scratch:
+        file = DirectFile(Path(scratch) / "file", ALIGNMENT, create=True)
         written, read = pages(ALIGNMENT).fill_(7), pages(ALIGNMENT).zero_()
         file.write(0, written)
         file.read(0, read)

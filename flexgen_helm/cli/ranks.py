@@ -45,10 +45,11 @@ def end_with_parent() -> None:
 
 def follow_rank_0() -> int:
     """Follow rank 0 and return the exit code. A lost rank is for rank 0, or torchrun, to report."""
-    from flexgen_helm.engine.follower import follow
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.pipeline import follow
 
     try:
-        follow()
+        follow(Engine)
     except PipelineError:
         return PipelineError.exit_code
     return 0

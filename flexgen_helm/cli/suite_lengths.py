@@ -67,8 +67,8 @@ def _workload(lengths: EntryLengths, instances: int, factor: float, answer: floa
     """Return the sequences of so many instances; room: positions of the model for a prompt, beyond which HELM cuts."""
     requests = max(1, round(instances * lengths.requests))
     prompt = max(1, min(round(factor * lengths.prompt), room))
-    own = round(factor * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are what is shared
-    shared = max(0, prompt - max(1, own))
+    instance = round(factor * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are what is shared
+    shared = max(0, prompt - max(1, instance))
     saved = shared * (requests - 1) + (lengths.completions - 1) * requests * prompt
     total = requests * lengths.completions * prompt
     group = (prompt, max(1, round(answer)), requests * lengths.completions)
@@ -139,7 +139,7 @@ class PromptReader:
         answers = []
         for request in encoded.distinct:
             most = max(1, request.request.max_tokens)
-            answers.append(min(most, _reference_tokens(states[request.places[0]], encoder.encode) or most))
+            answers.append(min(most, _reference_tokens(states[request.indices[0]], encoder.encode) or most))
 
         def workload(factor: float) -> Workload:
             lengths = [

@@ -31,6 +31,7 @@ from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import (
     DecodePart,
     PrefixPart,
+    Queries,
     decode_parts,
     prefix_parts,
     query_chunks,
@@ -102,7 +103,7 @@ class PromptAttention:
         if fmt is None or not num_quantized:
             return attention.attend_causal(q, k, v, config, window, start)
         # Every token sees the older ones quantized, as it would in a cache.
-        chunks = query_chunks(q.shape[0], start, window, fmt, q.device, mask_dtype(q.device, q.dtype))
+        chunks = query_chunks(q, start, window, fmt)
         older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
             return attention.attend_top_k(q, older, (k, v), config, chunks)
@@ -419,7 +420,7 @@ def build_attention_metadata(
             table = SegmentTable.of_caches(positions[tokens], begins, follows)
             seen: tuple[DecodePart, ...] = (whole_part(block),)
         else:
-            seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
+            seen = decode_parts(block, Queries(own, starts, mask_dtype(own.device, dtype)), kinds, cache.codec)
         decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen, table))
 
     prefixes = []

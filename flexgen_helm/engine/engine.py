@@ -29,13 +29,11 @@ from flexgen_helm.engine.device import (
     tier_capacities,
 )
 from flexgen_helm.engine.device_trial import require_trial
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
-from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
-from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
+from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
 from flexgen_helm.engine.predictions import OnLogits
 from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
@@ -80,16 +78,16 @@ _FLOAT16_ADVICE = (
 class Engine:
     """A loaded model. Results do not depend on what else is in the run (tolerances: docs/explanation/exactness.md)."""
 
-    def __init__(self, model: OpenedModel, exchange: Exchange, is_proved: bool | None = None) -> None:
+    def __init__(self, model: OpenedModel, pipeline: Pipeline, is_proved: bool | None = None) -> None:
         """Place the weights, and load them.
 
-        exchange: with the ranks that have the model's other layers.
+        pipeline: the ranks that have the model's other layers.
         is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
         """
         began = time.perf_counter()
         checkpoint, options, device = model.checkpoint, model.options, model.device
         generation = model.generation
-        self._exchange, self.number = exchange, exchange.num_engines
+        self._pipeline, self.number = pipeline, pipeline.num_engines
         self.name, self.config = model.name, checkpoint.config
         self.tokenizer, self.chat = model.tokenizer, model.chat
         self.precision, self._cache_format = model.precision.name, model.precision.cache
@@ -104,7 +102,7 @@ class Engine:
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
-        capacities = tier_capacities(options.limits, folder, exchange.rank.local_size)
+        capacities = tier_capacities(options.limits, folder, pipeline.rank.local_size)
         if device.type == "cuda":
             converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
             workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self._cache_format, converts=converts)
@@ -116,7 +114,7 @@ class Engine:
             return {**capacities, "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None)}
 
         matrices = StorageSizes(self.config, model.precision).matrices
-        if exchange.rank.size == 1:
+        if pipeline.is_whole:
             beyond_memory = sum(matrices.values()) - capacities["gpu"] - capacities["cpu"]
             require_room(folder, beyond_memory - at_rest.num_bytes(matrices, True))
         everything = with_weights(matrices)
@@ -190,24 +188,24 @@ class Engine:
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
         """
-        exchange = process_exchange()
-        with exact_products(), exchange.command(OpenEngine(name_or_path, config, name)):
-            return cls._open_on_all_ranks(name_or_path, config, name, exchange)
+        pipeline = joined_pipeline() or Pipeline()
+        with exact_products(), pipeline.command("open", name_or_path, config, name):
+            return cls._open_on_all_ranks(name_or_path, config, name, pipeline)
 
     @classmethod
     def _open_on_all_ranks(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
     ) -> "Engine":
         """Open this rank's part of an engine; an error of one rank is raised on all, and none keeps its part."""
         try:
-            engine = cls._open(name_or_path, config, name, exchange)
+            engine = cls._open(name_or_path, config, name, pipeline)
         except FlexgenError as error:
-            exchange.agree(error)
+            pipeline.agree(error)
             raise
         finally:
-            exchange.num_engines += 1
+            pipeline.num_engines += 1
         try:
-            dtypes = exchange.agree(engine._dtype)
+            dtypes = pipeline.agree(engine._dtype)
             if len(set(dtypes)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
@@ -218,15 +216,15 @@ class Engine:
 
     @classmethod
     def _open(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
     ) -> "Engine":
-        model = open_model(name_or_path, config, name, exchange.rank)
+        model = open_model(name_or_path, config, name, pipeline.rank)
         is_tried = require_trial(model.device, config.unverified)
         is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified) if is_tried else False
         try:
-            return cls(model, exchange, is_proved)
+            return cls(model, pipeline, is_proved)
         except Float16Error as error:  # found while the weights were read
-            return cls(model.in_float32(error, exchange.rank), exchange, is_proved)
+            return cls(model.in_float32(error, pipeline.rank), pipeline, is_proved)
 
     def _eos_ids(self) -> Collection[int]:
         return self.tokenizer.eos_ids if self.tokenizer else frozenset()
@@ -265,12 +263,12 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
-            if on_logits is not None and not self._exchange.is_whole:
+            if on_logits is not None and not self._pipeline.is_whole:
                 raise UsageError(
-                    f"logits stay on the rank that has the head, and the model is on {self._exchange.rank.size} ranks; "
+                    f"logits stay on the rank that has the head, and the model is on {self._pipeline.rank.size} ranks; "
                     "take one process"
                 )
-            with exact_products(), self._exchange.command(AnswerRequests(self.number, tuple(requests))):
+            with exact_products(), self._pipeline.command("run", self.number, tuple(requests)):
                 return self._answer(requests, on_result, should_stop, progress, on_logits)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
@@ -301,10 +299,10 @@ class Engine:
         self._tiers.reset()
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        plan, exchange = self._plan(prepared.distinct), self._exchange
+        plan, pipeline = self._plan(prepared.distinct), self._pipeline
         with self._stores(plan) as (cache, activations):
             executor = Executor(
-                self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
+                self._decoder, self._weights, cache, activations, self._device, pipeline, self._threads, self._graphs,
                 self._resident, on_logits, self._processors,
             )  # fmt: skip
             try:
@@ -314,9 +312,9 @@ class Engine:
                 runs = self._runs(prepared.distinct, plan, executor, cache, answers)
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
-                exchange.flush()
+                pipeline.flush()
             except BaseException as error:
-                exchange.fail(error)
+                pipeline.fail(error)
                 raise
         placement = {
             "weights": plan.weights,
@@ -335,7 +333,7 @@ class Engine:
             preemptions=sum(run.num_preempted for run in runs),
             workspace_bytes=executor.peak_workspace_bytes,
         )
-        self.last_run |= exchange.record(len(runs), self._rank_record())
+        self.last_run |= pipeline.record(len(runs), self._rank_record())
         if prepared.distinct:
             self._learn(prepared.distinct, plan, runs)
         return results
@@ -362,7 +360,7 @@ class Engine:
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
             cache_format=self._cache_format,
             one_layer=plan.schedule.is_single_pass,
-            names_tiers=self._exchange.is_whole,
+            names_tiers=self._pipeline.is_whole,
         )
         activations = ActivationStore(self._tiers, plan.activations)
         try:
@@ -379,8 +377,8 @@ class Engine:
         """Return a run for each lane of a pipeline, and one where this process has the whole model."""
         lanes: Sequence[Sequence[Request]] = [requests]
         limits = plan.limits
-        if not self._exchange.is_whole:
-            lanes, limits = into_lanes(requests, limits, self._exchange.rank.size, plan.schedule)
+        if not self._pipeline.is_whole:
+            lanes, limits = into_lanes(requests, limits, self._pipeline.rank.size, plan.schedule)
         runs = [
             Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids(), self._prefix_cost, own, answers)
             for own in lanes
@@ -394,15 +392,15 @@ class Engine:
         """Have the planner learn from the last run, and add to its record what was predicted."""
         drawn = drawn_workload(requests, sum(run.saved_tokens for run in runs))
         at_once = sum(run.most_at_once for run in runs)
-        prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=self._exchange.is_whole)
+        prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=self._pipeline.is_whole)
         if prediction is not None:
-            add_prediction(self.last_run, prediction, self._planner.product_flops, self._exchange.rank.size)
+            add_prediction(self.last_run, prediction, self._planner.product_flops, self._pipeline.rank.size)
 
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
             if not self._closed:
-                with self._exchange.command(CloseEngine(self.number)):
+                with self._pipeline.command("close", self.number):
                     self._close()
 
     def _close(self) -> None:
@@ -427,7 +425,7 @@ class Engine:
         """Plan a run of distinct requests, within what all ranks have room for."""
         size = run_size(requests, self._prefix_cost, self._planner.searches, self._cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan = plan_for_all_ranks(self._exchange, partial(self._planner.plan, size, free))
+        plan = self._pipeline.plan(partial(self._planner.plan, size, free))
         report(PlanLine(plan.describe(len(requests))))
         return plan
 
@@ -435,7 +433,7 @@ class Engine:
         self, model: OpenedModel, capacities: Mapping[Tier, int], folder: Path
     ) -> tuple[Planner, ModelConfig]:
         """Return the planner, and the layers of this rank, for which it plans."""
-        options, link, exchange = model.options, model.link, self._exchange
+        options, link, pipeline = model.options, model.link, self._pipeline
         profile = EngineProfile(
             capacities,
             folder,
@@ -451,9 +449,9 @@ class Engine:
         machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
-        asked = None if exchange.is_whole else options.pipeline_layers
-        ranges = divide_layers(self.config, exchange.rank.size, asked)
-        part = self.config.part(ranges[exchange.rank.number])
+        asked = None if pipeline.is_whole else options.pipeline_layers
+        ranges = divide_layers(self.config, pipeline.rank.size, asked)
+        part = self.config.part(ranges[pipeline.rank.number])
         planner.take_layers(part)
         return planner, part
 

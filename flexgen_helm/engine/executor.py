@@ -21,16 +21,14 @@ from flexgen_helm.engine.attention_metadata import (
     host_and_device,
 )
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.logits_processors import LogitsProcessors
+from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.predictions import (
     HeadOutput,
     OnLogits,
-    Sampling,
     ScoredPosition,
     SequenceOutput,
     num_predictions,
-    num_top,
     predictions_of,
 )
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
@@ -108,14 +106,14 @@ class Executor:
         cache: KVCache,
         activations: ActivationStore,
         device: torch.device,
-        exchange: Exchange,
+        pipeline: Pipeline,
         threads: ThreadGovernor | None = None,
         graphs: LayerGraphs | None = None,
         resident: ResidentMemory | None = None,
         on_logits: OnLogits | None = None,
         processors: LogitsProcessors | None = None,
     ) -> None:
-        """exchange: with the ranks that compute the model's other stages.
+        """pipeline: the ranks that compute the model's other stages.
 
         threads: chooses the threads that compute; None where a device does.
         graphs: run layers of decode batches; None if none can.
@@ -125,7 +123,7 @@ class Executor:
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads, self._graphs, self._exchange = device, threads, graphs, exchange
+        self._device, self._threads, self._graphs, self._pipeline = device, threads, graphs, pipeline
         self._resident, self._on_logits, self._processors = resident, on_logits, processors
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
@@ -150,13 +148,12 @@ class Executor:
     @property
     def may_reschedule(self) -> bool:
         """Whether a pass may be changed when memory runs out; not where other ranks schedule the same one."""
-        return self._exchange.is_whole
+        return self._pipeline.is_whole
 
     def run(
         self,
         batches: abc.Sequence[Batch],
         items: abc.Sequence[WorkItem],
-        sampling: Sampling,
         on_batch: Callable[[BatchOutput], None],
         should_stop: Callable[[Batch], bool],
         another_pass: bool = False,
@@ -166,7 +163,6 @@ class Executor:
         Where other ranks have the other stages, take the batches through those here; `collect` then has their outputs.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
-        sampling: how each of a sequence's next tokens is drawn.
         should_stop: called with its batch before every item.
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
@@ -190,7 +186,7 @@ class Executor:
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
                     self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
                     # Attention starts store_cache(i, j, k).
-                    head = self._compute(item, following, batch, state, sampling)
+                    head = self._compute(item, following, batch, state)
                     is_last = item.stage == self.num_stages - 1
                     if not is_last and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
@@ -205,15 +201,15 @@ class Executor:
             self._activations.close()
             raise
 
-    def collect(self, batch: Batch, sampling: Sampling) -> BatchOutput:
+    def collect(self, batch: Batch) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
 
         Charged to it is the time since the last one was collected.
         """
         head = self.pending_heads.pop(batch, None)
         if head is None:
-            head = predictions_of(batch, sampling)
-            head.values = self._exchange.receive_values(head.num_values(batch, self._head_positions))
+            head = predictions_of(batch)
+            head.values = self._pipeline.receive_values(head.num_values(batch))
         since, self._collected_at = self._collected_at, time.perf_counter()
         return self._finish(batch, head, self._collected_at - since)
 
@@ -223,16 +219,16 @@ class Executor:
         """Send the hidden states to the next rank, or the head's values to all others; end the batch if none are."""
         if head is None:
             assert state.hidden is not None
-            self._exchange.send_hidden(_checksum(batch), state.hidden, state.check_finite())
-        elif self._exchange.is_whole:
+            self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+        elif self._pipeline.is_whole:
             on_batch(self._finish(batch, head, state.seconds))
         else:
-            self._exchange.send_values(head.values)
+            self._pipeline.send_values(head.values)
             self.pending_heads[batch] = head
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
         shape = batch.num_tokens, self._config.state_size
-        state.hidden, state.nonfinite_layer = self._exchange.receive_hidden(
+        state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
             _checksum(batch), shape, self._decoder.dtype, self._device
         )
 
@@ -265,12 +261,11 @@ class Executor:
         following: WorkItem | None,
         batch: Batch,
         state: _BatchState,
-        sampling: Sampling,
     ) -> HeadOutput | None:
         """Take the batch through one stage; return what the head computed, and None after other stages."""
         name, layer = self._stages[item.stage], self._layer_of(item.stage)
         if name == HEAD:
-            return self._head(batch, state, sampling)
+            return self._head(batch, state)
         used_again = following is not None and following.stage == item.stage
         with self._weights.stage(name, batch.num_tokens, used_again) as weights:
             if layer is None:
@@ -329,8 +324,8 @@ class Executor:
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
 
-    def _head(self, batch: Batch, state: _BatchState, sampling: Sampling) -> HeadOutput:
-        head = predictions_of(batch, sampling)
+    def _head(self, batch: Batch, state: _BatchState) -> HeadOutput:
+        head = predictions_of(batch)
         predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
@@ -339,7 +334,7 @@ class Executor:
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
                 part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
-                results += self._predict(weights, state.hidden, part)
+                results.append(self._predict(weights, state.hidden, part, head.num_top))
         head.values = torch.cat(results).tolist()
         return head
 
@@ -352,7 +347,9 @@ class Executor:
         positions = sum(num_predictions(item.sequence) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition]) -> list[Tensor]:
+    def _predict(
+        self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition], num_top: int
+    ) -> Tensor:
         """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has them all."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
@@ -368,15 +365,14 @@ class Executor:
         elif drawn:
             tokens[rows] = self._draw(logits.index_select(0, rows), [*drawn.values()])
         normalizers = log_normalizers(logits)
-        logprobs = (logits.gather(1, tokens[:, None]) - normalizers)[:, 0]
-        top: tuple[Tensor, ...] = ()
-        if count := num_top(predictions):
-            most, ids = most_probable(logits, count)
-            top = ids.flatten(), (most - normalizers).flatten()
+        columns = [logits.gather(1, tokens[:, None]) - normalizers]
+        if num_top:
+            most, ids = most_probable(logits, num_top)
+            columns += [ids, most - normalizers]
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
-        return [values.double() for values in (tokens, logprobs, *top)]
+        return torch.cat([values.double() for values in (tokens[:, None], *columns)], 1).flatten()
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
         if self._processors is not None:
@@ -385,7 +381,7 @@ class Executor:
 
     def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""
-        head.fill(batch, self._head_positions)
+        head.fill(batch)
         for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
             scheduled.sequence.num_computed += scheduled.count
         return BatchOutput(batch, head.outputs, seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # How each of a sequence's next tokens is drawn.
-Sampling = Callable[[Sequence], list[SamplingParams]]
 
 
 @dataclass(frozen=True)
 class PromptToken:
     """A token of a prompt that a row of logits predicts.
 
-    places: of the requests with this prompt, in the caller's list; several where they are equal or share a beginning.
+    prompts: the requests with this prompt, by index in the caller's list; several if they share it, or a beginning.
     index: of the token in the prompt, from 1 on.
     """
 
-    places: tuple[int, ...]
+    prompts: tuple[int, ...]
     index: int
 
 
@@ -42,7 +41,7 @@ class SequenceOutput:
 
     prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
     prompt_greedy: whether each of them is the most probable token, where that is wanted.
-    prompt_top: the most probable tokens in their places, where they are wanted.
+    prompt_top: the most probable tokens instead of each, where they are wanted.
     drawn: the tokens that were drawn.
     nonfinite_stage: the first stage after which a value was not finite; None if all were.
     """
@@ -60,7 +59,7 @@ class ScoredPosition:
 
     needs_argmax: the token that is filled in is the most probable one, also beside a target.
     num_top: the most probable tokens that are filled in.
-    sequence, index: of the target: the sequence that scores it, and its place in the prompt.
+    sequence, index: of the target: the sequence that scores it, and its index in the prompt.
     """
 
     output: SequenceOutput
@@ -76,7 +75,7 @@ class ScoredPosition:
     def prompt_token(self) -> PromptToken:
         """What a target is to those who asked for it."""
         assert self.sequence is not None
-        return PromptToken(tuple(place for each in self.sequence.requests for place in each.places), self.index)
+        return PromptToken(tuple(index for request in self.sequence.requests for index in request.indices), self.index)
 
     def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
         output = self.output
@@ -100,42 +99,37 @@ class HeadOutput:
 
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
-    values: for each token of the batch the first layer after which a value was not finite, or -1; then of each slice of
-        predictions the tokens, the log-probabilities, and as many of the most probable tokens, with their
-        log-probabilities, as one of its predictions wants.
+    values: for each token of the batch the first layer after which a value was not finite, or -1; then of each
+        prediction the token, its log-probability, `num_top` most probable tokens, and their log-probabilities.
     """
 
     outputs: list[SequenceOutput]
     predictions: list[ScoredPosition]
     values: list[float] = field(default_factory=list)
 
-    def num_values(self, batch: Batch, slice_size: int) -> int:
-        """Return how many values there are; slice_size: predictions of a slice."""
-        return batch.num_tokens + sum(2 * len(part) * (1 + num_top(part)) for part in self._slices(slice_size))
+    @property
+    def num_top(self) -> int:
+        """How many of the most probable tokens are found for each prediction."""
+        return max((prediction.num_top for prediction in self.predictions), default=0)
 
-    def _slices(self, size: int) -> Iterator[list[ScoredPosition]]:
-        for first in range(0, len(self.predictions), size):
-            yield self.predictions[first : first + size]
+    def num_values(self, batch: Batch) -> int:
+        return batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
 
-    def fill(self, batch: Batch, slice_size: int) -> None:
-        """Fill the values into the outputs; slice_size: predictions of a slice."""
-        first = 0
+    def fill(self, batch: Batch) -> None:
+        """Fill the values into the outputs."""
+        first, num_top = 0, self.num_top
         for item, output in zip(batch.scheduled, self.outputs):
             bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
             output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
             first += item.count
         values = iter(self.values[first:])
-        for part in self._slices(slice_size):
-            most = num_top(part)
-            tokens, logprobs = [*islice(values, len(part))], [*islice(values, len(part))]
-            ids, scores = ([*islice(values, len(part) * most)] for _ in range(2))
-            for i, (prediction, token, logprob) in enumerate(zip(part, tokens, logprobs)):
-                own = slice(i * most, i * most + prediction.num_top)
-                top = tuple(zip(map(int, ids[own]), scores[own])) if most else ()
-                prediction.fill(int(token), logprob, top)
+        for prediction in self.predictions:
+            token, logprob, *top = islice(values, 2 * (1 + num_top))
+            ranked = zip(map(int, top[:num_top]), top[num_top:])
+            prediction.fill(int(token), logprob, tuple(islice(ranked, prediction.num_top)))
 
 
-def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
+def predictions_of(batch: Batch) -> HeadOutput:
     """Return what is to be predicted for a batch in this pass."""
     #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
     #  predict           b c ?
@@ -148,25 +142,14 @@ def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
             ScoredPosition(
                 output, first + i, target, None, sequence.needs_greedy, sequence.num_top, sequence, next_index + i
             )
-            for i, target in enumerate(_scored_targets(sequence))
+            for i, target in enumerate(sequence.targets)
         ]
-        if sequence.num_draws:
-            predictions += [
-                ScoredPosition(output, last, None, params, num_top=sequence.num_top) for params in sampling(sequence)
-            ]
+        predictions += [
+            ScoredPosition(output, last, None, params, num_top=sequence.num_top) for params in sequence.sampling()
+        ]
         first += item.count
     return HeadOutput(outputs, predictions)
 
 
-def num_top(predictions: abc.Sequence[ScoredPosition]) -> int:
-    """Return how many of the most probable tokens are found for each prediction of a slice."""
-    return max((prediction.num_top for prediction in predictions), default=0)
-
-
 def num_predictions(sequence: Sequence) -> int:
-    return sequence.num_draws + len(_scored_targets(sequence))
-
-
-def _scored_targets(sequence: Sequence) -> list[int]:
-    """Return the tokens whose log-probabilities this pass computes for a prompt."""
-    return sequence.targets if sequence.needs_scores and sequence.is_prefill else []
+    return sequence.num_draws + len(sequence.targets)

@@ -34,8 +34,8 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.opening import OpenedModel
+from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
@@ -249,7 +249,7 @@ def difference(
     with _proving():
         device = torch.device("cpu") if link is None else link.device
         opened = OpenedModel("", options, checkpoint, tokenizer=None, chat=None, device=device, link=link)
-        with engine(opened, Exchange()) as small:
+        with engine(opened, Pipeline()) as small:
             small.share_every_beginning()
             results = small.run(asked)
     largest = 0.0

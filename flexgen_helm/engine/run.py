@@ -25,7 +25,6 @@ from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
     Request,
-    SamplingParams,
     ScheduledTokens,
     Sequence,
     SequenceKind,
@@ -156,7 +155,7 @@ class Run:
         """Wait for the outputs of the pass that other ranks have gone on with, if there is one."""
         batches, self._in_flight = self._in_flight, []
         for batch in batches:
-            self._on_batch(self._executor.collect(batch, _sampling))
+            self._on_batch(self._executor.collect(batch))
 
     # Making sequences
 
@@ -296,7 +295,7 @@ class Run:
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, _sampling, on_batch, before_item, another_pass)
+                self._executor.run(batches, items, on_batch, before_item, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
@@ -427,8 +426,8 @@ class Run:
                 self._release(prefix)
 
     def _finish(self, request: Request) -> None:
-        for place, result in zip(request.places, request.results()):
-            self._answers.deliver(place, result)
+        for index, result in zip(request.indices, request.results()):
+            self._answers.deliver(index, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
         """Return the operations of scheduled tokens: linear layers, attention to what each sees, the head if used."""
@@ -451,13 +450,6 @@ def finish(runs: abc.Sequence[Run], should_stop: Callable[[], bool]) -> None:
             others = any(other.goes_on for other in active if other is not run)
             if not run.start_pass(should_stop, others):
                 active.remove(run)
-
-
-def _sampling(sequence: Sequence) -> list[SamplingParams]:
-    """Return how the sequence's next tokens are drawn, one for each completion that it draws for."""
-    first, request = sequence.completion, sequence.request
-    drawn = request.completions[first : first + sequence.num_draws]
-    return [completion.next_sampling(request.tokens) for completion in drawn]
 
 
 def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:

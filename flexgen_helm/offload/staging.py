@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from math import prod
 
 import numpy as np
@@ -63,10 +63,6 @@ class Pages:
         return part.view(dtype).view(*shape)
 
 
-class RingCancelled(Exception):
-    """`StagingRing.cancel` ended a wait for room."""
-
-
 @dataclass(eq=False)
 class RingSlot:
     """`size` bytes of the ring from `offset`, both aligned.
@@ -87,7 +83,7 @@ class RingSlot:
 
 
 class StagingRing:
-    """A ring buffer whose slots are reused first in, first out. Thread-safe.
+    """A ring buffer whose slots are reused first in, first out; for one thread.
 
     A slot that is released early is reused only after all older slots are released. Weights are released in order
     anyway, because a pass uses them in order.
@@ -102,35 +98,26 @@ class StagingRing:
         assert self._memory.numel() == self.capacity
         self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
         self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
-        self._changed = threading.Condition()
-        self._cancelled = False
 
-    def acquire(self, num_bytes: int) -> RingSlot:
-        """Take a slot of at least `num_bytes`; wait for room. Raises `RingCancelled` from `cancel` until `resume`."""
+    def acquire(self, num_bytes: int) -> RingSlot | None:
+        """Take a slot of at least `num_bytes`; None while there is no room."""
         size = aligned(num_bytes)
         assert 0 < size <= self.capacity, f"a slot of {size} bytes in a ring of {self.capacity}"
-        with self._changed:
-            while True:
-                if self._cancelled:
-                    raise RingCancelled
-                offset = self._free_offset(size)
-                if offset is not None:
-                    slot = RingSlot(offset, size, self._readers)
-                    self._slots.append(slot)
-                    return slot
-                if self._slots[0].released:  # only as many as are needed: the readers of the next are later ones
-                    self._readers = self._slots.popleft().readers
-                else:
-                    self._changed.wait()
+        while (offset := self._free_offset(size)) is None:
+            if not self._slots[0].released:
+                return None
+            # Only as many as are needed: the readers of the next are later ones.
+            self._readers = self._slots.popleft().readers
+        slot = RingSlot(offset, size, self._readers)
+        self._slots.append(slot)
+        return slot
 
     def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
         """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
-        with self._changed:
-            assert not slot.released
-            slot.released = True
-            for free in self._released():
-                free.readers = free.readers or readers
-            self._changed.notify_all()
+        assert not slot.released
+        slot.released = True
+        for free in takewhile(lambda slot: slot.released, self._slots):
+            free.readers = free.readers or readers
 
     def memory(self, slot: RingSlot) -> Tensor:
         """Return the slot's bytes [size]."""
@@ -139,22 +126,7 @@ class StagingRing:
     @property
     def in_use(self) -> int:
         """Bytes that cannot be acquired yet."""
-        with self._changed:
-            return sum(slot.size for slot in self._slots) - sum(slot.size for slot in self._released())
-
-    def cancel(self) -> None:
-        """End all waits for room, now and until `resume`."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
-
-    def resume(self) -> None:
-        with self._changed:
-            self._cancelled = False
-
-    def _released(self) -> Iterator[RingSlot]:
-        """Yield the oldest slots, whose memory may be taken again."""
-        return takewhile(lambda slot: slot.released, self._slots)
+        return sum(slot.size for slot in dropwhile(lambda slot: slot.released, self._slots))
 
     def _free_offset(self, size: int) -> int | None:
         """Return where `size` bytes are free behind the newest slot; None if there is no room."""
@@ -184,14 +156,12 @@ class Ledger:
     """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
 
     limit: bytes.
-    peak: the most bytes that were taken so far, in use, excess or spare.
-    excess: bytes that were taken beyond claims (`offload.host_pool`).
-    spare: bytes that are kept for later and make room for any claim.
+    peak: the most bytes that were in use so far.
     make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
-        self.tier, self.limit, self.peak, self.excess, self.spare = tier, limit, 0, 0, 0
+        self.tier, self.limit, self.peak = tier, limit, 0
         self._allocations: dict[int, Allocation] = {}
         self._in_use = 0
         self._serial = 0
@@ -204,7 +174,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        return self.limit - self._in_use - self.excess
+        return self.limit - self._in_use
 
     def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
         """Claim bytes before allocating them.
@@ -224,10 +194,9 @@ class Ledger:
 
     def _claim(self, kind: str, num_bytes: int) -> Allocation:
         with self._lock:
-            taken = self._in_use + self.excess
-            if taken + num_bytes > self.limit:
+            if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(taken)} "
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
                     f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
                     "take a smaller block"
                 )
@@ -235,7 +204,7 @@ class Ledger:
             allocation = Allocation(kind, num_bytes, self._serial)
             self._allocations[allocation.serial] = allocation
             self._in_use += num_bytes
-            self.peak = max(self.peak, self._in_use + self.excess)
+            self.peak = max(self.peak, self._in_use)
             return allocation
 
     @contextmanager
@@ -254,12 +223,6 @@ class Ledger:
             assert held is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
-    def note_beside(self, excess: int, spare: int) -> None:
-        """Note the bytes that are taken beside the claims now."""
-        with self._lock:
-            self.excess, self.spare = excess, spare
-            self.peak = max(self.peak, self._in_use + excess + spare)
-
     def by_kind(self) -> dict[str, int]:
         """Return {kind: bytes in use}."""
         with self._lock:
@@ -272,5 +235,5 @@ class Ledger:
         """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
-        assert self._in_use + self.excess + self.spare <= self.limit
+        assert self._in_use <= self.limit
         assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
@@ -20,7 +20,7 @@ LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertCounts:
     """Uses of experts; a use is one batch in one layer.
 
@@ -61,7 +61,7 @@ class TransferStats:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._experts = ExpertCounts()
+        self.experts = ExpertCounts()
         self.spans: list[Span] | None = None
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
@@ -71,23 +71,14 @@ class TransferStats:
     def count_experts(self, tokens: int, experts: int, routed_bytes: int) -> None:
         """Count the experts that one batch of `tokens` tokens uses in one layer."""
         with self._lock:
-            counts = self._experts
-            uses, touched = counts.touched.get(tokens, (0, 0))
-            more = {**counts.touched, tokens: (uses + 1, touched + experts)}
-            self._experts = replace(counts, touched=more, routed_bytes=counts.routed_bytes + routed_bytes)
+            uses, touched = self.experts.touched.get(tokens, (0, 0))
+            self.experts.touched[tokens] = uses + 1, touched + experts
+            self.experts.routed_bytes += routed_bytes
 
     def count_expert_reads(self, read_bytes: int, wasted_bytes: int = 0) -> None:
         with self._lock:
-            counts = self._experts
-            self._experts = replace(
-                counts,
-                read_bytes=counts.read_bytes + read_bytes,
-                wasted_bytes=counts.wasted_bytes + wasted_bytes,
-            )
-
-    @property
-    def experts(self) -> ExpertCounts:
-        return self._experts
+            self.experts.read_bytes += read_bytes
+            self.experts.wasted_bytes += wasted_bytes
 
     @contextmanager
     def timed(self, activity: str, detail: str = "") -> Iterator[None]:
@@ -120,7 +111,7 @@ class TransferStats:
         with self._lock:
             self._bytes.clear()
             self._seconds.clear()
-            self._experts = ExpertCounts()
+            self.experts = ExpertCounts()
 
 
 # Links and disks that are simulated: transfers that take as long as they would at a given rate.

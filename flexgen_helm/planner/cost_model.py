@@ -308,8 +308,8 @@ class _Pass:
         problem, layers = self.problem, self.problem.config.num_layers
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
-            own = self.reads[tier]
-            layer_bytes, expert_bytes, head_bytes = own.layer_bytes, own.expert_bytes, own.head_bytes
+            reads = self.reads[tier]
+            layer_bytes, expert_bytes, head_bytes = reads.layer_bytes, reads.expert_bytes, reads.head_bytes
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:
@@ -330,8 +330,7 @@ class _Pass:
     def _weight_transfers(self, tier: Tier) -> float:
         problem, experts = self.problem, self.problem.config.experts
         if self.reads is not None:
-            own = self.reads[tier]
-            return own.matrices + self._expert_reads * own.experts
+            return self.reads[tier].matrices + self._expert_reads * self.reads[tier].experts
         transfers = 0.0 if experts is None else self._expert_reads * experts.count
         if not problem.offloads_only_experts:
             transfers += problem.layer_matrices

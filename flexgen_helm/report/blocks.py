@@ -29,9 +29,9 @@ def add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str,
     return joined
 
 
-def _merge(one: Any, other: Any, join: Any) -> Any:
+def _merge(old: Any, new: Any, join: Any) -> Any:
     """Join two numbers, or the numbers of two dictionaries by key."""
-    if isinstance(one, Mapping):
-        both = {name: _merge(one[name], value, join) for name, value in other.items() if name in one}
-        return {**one, **other, **both}
-    return join(one, other)
+    if isinstance(old, Mapping):
+        both = {name: _merge(old[name], value, join) for name, value in new.items() if name in old}
+        return {**old, **new, **both}
+    return join(old, new)

@@ -19,14 +19,13 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
-    design_effect,
     has_all_instances,
     is_choice,
     read_instances,
     read_settings,
     read_texts,
 )
-from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,8 +35,8 @@ _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Runs of one scenario, such as the subjects of MMLU, that are also shown together.
 _MIN_POOLED = 3
-# A few questions occur in two data sets. Above this a pool's standard error would be more than 0.5 % too small.
-_MAX_DESIGN_EFFECT = 1.01
+# A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be 0.5 % too small.
+_MIN_DISTINCT = 0.995
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
@@ -80,8 +79,11 @@ class RunScores:
     def digests(self) -> dict[Any, str]:
         """Return, for the instances of `instances` by their index, digests of what was asked; {} if it is not known."""
         if self.parts:
-            return {(run.entry, key): digest for run in self.parts for key, digest in run.digests.items()}
+            return self._of_parts("digests")
         return {key: self._all_digests[key] for key in self.instances.index if key in self._all_digests}
+
+    def _of_parts(self, name: str) -> dict[Any, str]:
+        return {(run.entry, key): value for run in self.parts for key, value in getattr(run, name).items()}
 
     @cached_property
     def _all_digests(self) -> dict[str, str]:
@@ -92,7 +94,7 @@ class RunScores:
     def answers(self) -> dict[Any, str]:
         """Return the answers to the instances, by the index of `instances`; {} if they are not known."""
         if self.parts:
-            return {(run.entry, key): text for run in self.parts for key, text in run.answers.items()}
+            return self._of_parts("answers")
         return read_texts(self)
 
     @property
@@ -197,12 +199,12 @@ class RunScores:
 
         HELM may aggregate a metric in another way, such as F1 over classes: then it is no function of their sums.
         """
-        terms = {}
-        for name, score in self.scores.items():
-            frame = _terms(name, self.instances)
-            if frame is not None and math.isclose(_value(name, frame), score, rel_tol=1e-6, abs_tol=1e-9):
-                terms[name] = frame
-        return terms
+        found = {name: _terms(name, self.instances) for name in self.scores}
+        return {
+            name: terms
+            for name, (terms, value) in found.items()
+            if math.isclose(value, self.scores[name], rel_tol=1e-6, abs_tol=1e-9)
+        }
 
     @cached_property
     def standard_errors(self) -> dict[str, float]:
@@ -280,7 +282,7 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
     }
     instances = pd.concat({run.entry: run.instances for run in runs})
     common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
-    scores = {name: _value(name, terms) for name in common if (terms := _terms(name, instances)) is not None}
+    scores = {name: _terms(name, instances)[1] for name in common}
     record: dict[str, Any] = {
         **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
         "workload": _sums([run.workload for run in runs]),
@@ -321,8 +323,8 @@ def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
 
 def _are_disjoint(runs: Sequence[RunScores]) -> bool:
     """Whether an instance occurs in one of the runs only, but for a few; False if that is not known."""
-    digests = [run.digests for run in runs]
-    return all(digests) and design_effect(digests) <= _MAX_DESIGN_EFFECT
+    digests = [set(run.digests.values()) for run in runs]
+    return all(digests) and len(set().union(*digests)) >= _MIN_DISTINCT * sum(map(len, digests))
 
 
 def precision_rank(precision: str) -> tuple[int, str]:
@@ -331,16 +333,35 @@ def precision_rank(precision: str) -> tuple[int, str]:
     return (order.index(precision) if precision in order else len(order), precision)
 
 
-def reused_note(runs: Iterable[RunScores]) -> str | None:
-    """Return a note, without its full stop, on throughputs measured by earlier runs; None if there are none."""
-    runs = list(runs)
-    reused = sum(run.num_reused for run in runs)
-    if not reused:
-        return None
-    return (
-        f"{reused:,} of {sum(run.num_answers for run in runs):,} answers come from earlier runs; tokens/s marked * "
-        "were measured then (--disable-cache measures again)"
+def run_notes(runs: Sequence[RunScores]) -> list[str]:
+    """Return all notes, without full stops, on runs that are shown together."""
+    return [*reused_note(runs), *overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
+
+
+def reused_note(runs: Sequence[RunScores]) -> list[str]:
+    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there are none."""
+    reused, answers = sum(run.num_reused for run in runs), sum(run.num_answers for run in runs)
+    note = (
+        f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were measured then "
+        "(--disable-cache measures again)"
     )
+    return [note] if reused else []
+
+
+def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
+    """Add up the runs of each precision: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
+    totals: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        total = totals.setdefault(run.precision, {"precision": run.precision})
+        for name, value in {
+            "instances": run.num_scored,
+            "tokens": run.num_tokens,
+            "latency_s": run.latency_s,
+            "num_reused": run.num_reused,
+        }.items():
+            total[name] = total.get(name, 0) + value
+        total["tokens_per_s"] = total["tokens"] / total["latency_s"] if total["latency_s"] > 0 else 0.0
+    return list(totals.values())
 
 
 def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
@@ -395,20 +416,19 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _value(metric: str, terms: pd.DataFrame) -> float:
-    return float(metric_named(metric).value(*terms.to_numpy().T))
-
-
-def _terms(metric: str, instances: pd.DataFrame) -> pd.DataFrame | None:
-    """Return numerators and denominators of a metric; None if an instance lacks one, or none counts."""
+def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+    """Return numerators and denominators of a metric, and its value; NaN if an instance lacks one, or none counts."""
     import pandas as pd
 
-    own = metric_named(metric)
-    if own.numerator not in instances or (own.denominator is not None and own.denominator not in instances):
-        return None
-    denominators = 1.0 if own.denominator is None else instances[own.denominator]
-    terms = pd.DataFrame({"numerator": instances[own.numerator], "denominator": denominators}, dtype=np.float64)
-    return terms if terms.notna().to_numpy().all() and terms["denominator"].sum() > 0 else None
+    metric = metric_named(name)
+    columns = {"numerator": metric.numerator, "denominator": metric.denominator}
+    terms = pd.DataFrame(
+        {term: 1.0 if column is None else instances.get(column, np.nan) for term, column in columns.items()},
+        index=instances.index,
+        dtype=np.float64,
+    )
+    is_known = terms.notna().to_numpy().all() and terms["denominator"].sum() > 0
+    return terms, float(metric.value(*terms.to_numpy().T)) if is_known else math.nan
 
 
 def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable[str]) -> pd.DataFrame:

@@ -68,7 +68,7 @@ def prepare(
         except RequestError as error:
             refused[place] = error
             continue
-        distinct.setdefault(_identity(prepared), prepared).places.append(place)
+        distinct.setdefault(_identity(prepared), prepared).indices.append(place)
     return EncodedRequests(list(distinct.values()), refused)
 
 

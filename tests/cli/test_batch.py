@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import time
 
@@ -113,22 +112,19 @@ def test_a_bad_line_fails_alone_with_one_sentence(folder, tmp_path, capsys):
         ('{"custom_id": "nan", "url": "/v1/completions", "body": {"prompt": "x", "temperature": NaN}}', "NaN"),
         ("[1]", "not a JSON object"),
         (line("", TEXT, prompt="the"), "line 6 has no custom_id"),
-        (line(7, TEXT, prompt="the"), "no custom_id"),
-        (good, "custom_id of line 8 is that of line 1 too"),
-        ({**line("a", TEXT, prompt="the"), "colour": 1}, "line 9 has 'colour'"),
-        ({**line("b", TEXT, prompt="the"), "method": "GET"}, "method of line 10 must be POST"),
+        (good, "custom_id of line 7 is that of line 1 too"),
+        ({**line("a", TEXT, prompt="the"), "colour": 1}, "line 8 has 'colour'"),
+        ({**line("b", TEXT, prompt="the"), "method": "GET"}, "method of line 9 must be POST"),
         (line("c", "/v1/embeddings", input="the"), "url is"),
         (line("d", TEXT, model=str(folder), prompt="the", n=10**30), "n is 1000"),
         (line("e", TEXT, model=str(folder), prompt="\ud800"), "not valid Unicode"),
-        (line("f", TEXT, model=str(folder), prompt=[10**6]), "outside the vocabulary"),
         (line("g", TEXT, model=str(folder), prompt="the", max_tokens=1000), "window"),
         (line("h", TEXT, model="gpt-4o", prompt="the"), "a file asks one model"),
-        (line("i", CHAT, model=str(folder), messages=[{"content": "x"}]), "no role"),
         (line("\ud800", TEXT, model=str(folder), prompt="the", max_tokens=2), None),
     ]
     out = tmp_path / "out.jsonl"
     assert cli.main(["batch", str(write(tmp_path / "in", [one for one, _ in lines])), "-o", str(out)]) == 1
-    assert "16 of 18 lines failed" in capsys.readouterr().err
+    assert "13 of 15 lines failed" in capsys.readouterr().err
     for answer, (_, why) in zip(read(out), lines, strict=True):
         if why is None:
             assert body_of(answer)["choices"][0]["text"] is not None
@@ -144,7 +140,6 @@ def test_a_bad_line_fails_alone_with_one_sentence(folder, tmp_path, capsys):
     "lines, arguments, why",
     [
         ([line("a", TEXT, prompt="the")], (), "no line names a model"),
-        ([line("a", TEXT, prompt="the", model="opt-125n")], (), "opt-125n"),
         ([line("a", TEXT, prompt="the", model="gpt-4o-mini")], (), "; --model NAME answers all lines"),
         ([line("a", TEXT, prompt="the")], ("--model", "no-such-model"), "no-such-model"),
         (None, (), "cannot be read"),
@@ -219,25 +214,3 @@ def test_a_killed_process_goes_on(started, tmp_path):
     kill(process)
     assert started("b", out).wait(timeout=120) == 1
     assert out.read_bytes() == (tmp_path / "undisturbed").read_bytes() and not partial.exists()
-
-
-@pytest.mark.slow
-def test_killed_at_ten_random_moments_it_goes_on(started, tmp_path):
-    assert started("first", tmp_path / "first").wait(timeout=120) == 1  # starts the process that forks, too
-    began = time.monotonic()
-    assert started("home", tmp_path / "undisturbed").wait(timeout=120) == 1
-    took, draw, killed = time.monotonic() - began, random.Random(10), 0
-    for point in range(10):
-        out = tmp_path / f"out{point}"
-        process = started(f"home{point}", out)
-        time.sleep(draw.uniform(0.1, 0.95) * took)
-        if process.poll() is None:
-            killed += 1
-        else:
-            took *= 0.7  # a run beside less than the one that was timed
-        kill(process)
-        if not out.exists():
-            assert started(f"home{point}", out).wait(timeout=120) == 1
-        assert out.read_bytes() == (tmp_path / "undisturbed").read_bytes()
-        assert not out.with_name(f"{out.name}.partial").exists()
-    assert killed >= 5

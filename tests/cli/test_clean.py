@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 
 from flexgen_helm import cli, stored_files
 from flexgen_helm.checkpoint import convert
-from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
@@ -183,12 +182,3 @@ def test_without_the_locks_it_would_go(home: Path, monkeypatch: pytest.MonkeyPat
     with an_engine_runs(home):
         stored_files.remove(weights, home)
     assert not weights.path.exists()
-
-
-def test_a_run_that_starts_meanwhile_waits(home: Path) -> None:
-    """While weights are removed no engine can open the directory, and the next one finds it as it expects."""
-    with ExitStack() as stack:
-        assert stored_files._lock(stack, home / WEIGHTS, "offloaded weights", home, creates=True)
-        with pytest.raises(InUseError), locked(home / "offload" / ".lock", timeout=0.05):
-            pass
-    OffloadDirectory(home / "offload").close()

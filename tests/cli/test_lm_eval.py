@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import time
@@ -15,7 +14,6 @@ from flexgen_helm import cli
 from tests.helpers.forks import python
 from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PROGRAM, SUMS, close, invented_tasks, leave_out_others
 from tests.helpers.paths import ROOT
-from tests.helpers.shares import only_whole
 
 
 @pytest.fixture(scope="module")
@@ -118,33 +116,3 @@ def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
     one, other = results(tmp_path / "undisturbed"), results(tmp_path / "again")
     assert close(other["results"], one["results"])
     assert close(samples(tmp_path / "again"), samples(tmp_path / "undisturbed"))
-
-
-@only_whole
-def test_killed_at_ten_random_moments_it_goes_on(tiny, tasks, tmp_path):
-    def started(home, out):
-        environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
-        command = arguments(tiny("llama").path, tasks, out, LAST_WORD, CHOICES, SUMS)
-        return subprocess.Popen(
-            [*python("all"), "-c", PROGRAM, *command], cwd=ROOT, env=environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    assert started("first", tmp_path / "first").wait(timeout=240) == 0  # starts the process that forks, too
-    began = time.monotonic()
-    assert started("home", tmp_path / "undisturbed").wait(timeout=240) == 0
-    took, draw, killed, stored = time.monotonic() - began, random.Random(10), 0, 0
-    expected = results(tmp_path / "undisturbed")["results"], samples(tmp_path / "undisturbed")
-    for point in range(10):
-        home, out = f"home{point}", tmp_path / f"out{point}"
-        process = started(home, out)
-        time.sleep(draw.uniform(0.3, 0.98) * took)
-        killed += process.poll() is None
-        process.kill()
-        process.wait(timeout=30)
-        time.sleep(0.2)  # the fork ends a moment after its launcher
-        stored += any((tmp_path / home / "journal").glob("*.sqlite"))
-        again = tmp_path / f"again{point}"  # the first may have been done before
-        assert started(home, again).wait(timeout=240) == 0
-        assert close((results(again)["results"], samples(again)), expected)
-    assert killed >= 5 and stored >= 2  # some while they computed

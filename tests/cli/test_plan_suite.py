@@ -17,7 +17,6 @@ from flexgen_helm.cli import suite_lengths
 from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload
 from flexgen_helm.errors import UsageError
 from flexgen_helm.run_entries import read_conf, without_model
-from flexgen_helm.runs.lengths import LENGTHS, lengths_of
 from flexgen_helm.service.models import ModelArguments
 from tests.helpers.plan_process import plan
 
@@ -107,12 +106,6 @@ def test_stated_lengths_are_summed_by_hand():
     assert stated_workload("mmlu:subject=abstract_algebra", 10**6, config).expected.num_sequences == 111
     scored = stated_workload("simple_mcqa_scored", 10, config).expected
     assert scored.num_sequences == 20 and scored.scored_tokens == 20 * 89 - 19 * 83
-
-
-def test_every_record_can_be_reached_and_holds():
-    for name, arguments, lengths in LENGTHS:
-        assert lengths_of(name, arguments) == (lengths, [])
-        assert 0 <= lengths.shared < lengths.prompt and 1 <= lengths.answer <= max(1, lengths.max_tokens)
 
 
 def state(prompt: str, reference: str, most: int = 20, **more) -> dict:

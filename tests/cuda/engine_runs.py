@@ -75,7 +75,6 @@ def run(
         )
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
-        patch.setattr("flexgen_helm.offload.transfer_manager.SMALLEST_REGION", 1)
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
             results = engine.run(asked, **(stops or {}))
             for result in results:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 FAULTS = {
     "wrong_kernel": (TRITON, "wrong bits"),
     "crash": (GRAPHS, "crashes by SIGSEGV"),
-    "hang": (REGISTERED, "hangs: no answer for 60 s"),
+    "hang": (REGISTERED, "hangs: no answer for 100 s"),
     "stale_graph": (GRAPHS, "differs from transformers"),
     "late_copy": (COPIES, "wrong bits"),
 }

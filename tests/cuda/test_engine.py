@@ -80,24 +80,6 @@ def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_atten
     check(tiny("llama"), "llama", tmp_path, asked=asked, **settings)
 
 
-@pytest.mark.parametrize("placement", ["resident", "thirds", "disk"])
-def test_prefill_only(tiny, tmp_path, placement):
-    settings = {} if placement == "resident" else dict(policy=PLACEMENTS[placement])
-    check(tiny("opt"), "opt", tmp_path, asked=requests(new=1), schedule="prefill-only", **settings)
-
-
-@pytest.mark.parametrize("placement", ["resident", "host"])
-def test_shared_prefixes(tiny, tmp_path, placement):
-    settings = {} if placement == "resident" else dict(policy=HOST)
-    check(tiny("llama"), "llama", tmp_path, asked=requests(8, 20, shared=40), schedule="zigzag", **settings)
-
-
-@pytest.mark.parametrize("placement", ["resident", "thirds"])
-def test_sampling(tiny, tmp_path, placement):
-    settings = {} if placement == "resident" else dict(policy=THIRDS, schedule="zigzag")
-    check(tiny("llama"), "llama", tmp_path, asked=requests(temperature=0.9, top_p=0.8, seed=3), **settings)
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("placement", ["resident", "host", "disk"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
@@ -118,23 +100,10 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
 
 
-def test_a_kind_that_proves_itself_first(tiny, tmp_path, monkeypatch):
-    """With a release that no table knows: on the processor in float32, whatever the device computes in."""
-    monkeypatch.setattr("flexgen_helm.engine.proof.is_proved", lambda key: False)
-    check(tiny("opt"), "opt", tmp_path, policy=THIRDS, schedule="zigzag")
-
-
 def test_hardware_without_a_gpu_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "laptop")
     with cuda_in_host_memory(), pytest.raises(UsageError, match="has 0 GPUs and --device is cuda: run"):
         Engine.from_pretrained(tiny("opt").path, device="cuda", limits=LIMITS)
-
-
-def test_automatic_plans(tiny, tmp_path, monkeypatch):
-    """The search chooses block and placements, for the hardware of a profile."""
-    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
-    _, record = check(tiny("opt"), "opt", tmp_path, max_latency=1e6)
-    assert record["predicted_latency_s"] > 0
 
 
 def test_automatic_plans_of_weights_that_exceed_the_device(tiny, tmp_path, monkeypatch):

@@ -90,19 +90,6 @@ def test_only_some_tokens_of_each_prompt_are_compared(tiny, tmp_path):
     np.testing.assert_allclose(found.exact, direct_kl(base, other), rtol=1e-4)
 
 
-def test_a_model_does_not_differ_from_itself(tiny, tmp_path):
-    texts = texts_that_share()
-    with (
-        BaselineRows(tmp_path, whole(texts), FEW, VOCABULARY) as kept,
-        Engine.from_pretrained(tiny("llama").path) as engine,
-    ):
-        run(engine, texts, kept)
-        run(engine, texts, kept)  # rows that come again, as after an out-of-memory
-        found = RowDivergence(kept)
-        run(engine, texts, found)
-    assert found.exact.max() == 0 and found.same_top.min() == 1
-
-
 def test_a_row_that_never_comes_is_no_zero(tmp_path):
     draw = torch.Generator().manual_seed(0)
     tokens = [PromptToken((0,), index) for index in range(1, 4)]
@@ -128,28 +115,11 @@ def test_what_has_no_chance_in_the_baseline_adds_nothing():
 
 
 def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
-        BaselineRows(tmp_path, [range(1, 10**5)], 10**5, 10**8)
-
-
-def test_a_disk_that_becomes_full_ends_it_with_one_sentence(tmp_path):
-    tokens, logits = [PromptToken((0,), index) for index in range(1, 101)], torch.zeros(100, 2_000)
-    with small_disk(tmp_path / "small", 1 << 20) as folder, BaselineRows(folder, [range(1, 101)], 100, 2_000) as kept:
-        (folder / "of another program").write_bytes(bytes(700_000))
-        with pytest.raises(FlexgenError, match="the baseline's rows cannot be written: "):
-            kept(tokens, logits)
-
-
-def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
-    """Python's own memory: the kept rows are on the disk."""
-    import tracemalloc
-
-    def kept_bytes(vocabulary):
-        tracemalloc.start()
-        with BaselineRows(tmp_path, [range(1, 401)], 400, vocabulary) as kept:
-            kept([PromptToken((0,), index) for index in range(1, 401)], torch.zeros(400, vocabulary))
-            held = tracemalloc.get_traced_memory()[0]
-            tracemalloc.stop()
-        return held
-
-    assert kept_bytes(8_000) < kept_bytes(500) + 20_000
+    with small_disk(tmp_path / "small", 1 << 20) as folder:
+        with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
+            BaselineRows(folder, [range(1, 301)], 300, 1_000)
+        with BaselineRows(folder, [range(1, 101)], 100, 1_000) as kept:  # has its room whoever writes besides
+            with pytest.raises(OSError):
+                (folder / "of another program").write_bytes(bytes(700_000))
+            kept([PromptToken((0,), index) for index in range(1, 101)], torch.ones(100, 1_000))
+            assert kept.rows.min() == 1

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.device_trial import known_failures, require_trial
-from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
-from flexgen_helm.quant.packing import quantize
-from tests.helpers.tiny_models import VARIANTS, VOCABULARY, llama_config, save_random, save_tokenizer
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,17 +75,6 @@ def check(model, variant, **settings):
     assert mean < COSTLY_MEAN if variant in COSTLY else max(differences) < WORST and mean < MEAN
 
 
-@pytest.mark.parametrize("axis", ["in", "out"])
-@pytest.mark.parametrize("scales, fit", [("word", "error"), ("pair", "range")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_unpacking_gives_the_numbers_of_plain_operations(axis, scales, fit, dtype):
-    fmt = GroupFormat(4, 32, axis, scales, fit)
-    for rows, width in ((1, 1), (67, 600), (512, 2048)):
-        packed = quantize(torch.randn(rows, width, device="cuda") * 0.3, fmt)
-        out = dequantize_into(packed, fmt, torch.empty((rows, width), dtype=dtype, device="cuda"))
-        assert torch.equal(out, dequantize_with_torch(packed, fmt, torch.empty_like(out)))
-
-
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
 def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, precision):
@@ -109,28 +94,3 @@ def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, pre
     # FlexGen's own format packs all keys but the newest: packing moves scores by 0.03 to 0.54, and flips by a tenth.
     bound = 1e-1 if precision == "paper-4bit" else COSTLY_MEAN
     assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < bound
-
-
-def test_preempted_answers_have_the_scores_of_whole_texts(tmp_path):
-    """Caches that grow, join and are computed again: what was drawn scores as the same text in one piece."""
-    save_random(tmp_path, llama_config(max_position_embeddings=300), seed=5)
-    save_tokenizer(tmp_path)
-    prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i)] for i in range(24)]
-    asked = [
-        GenerationRequest(prompt_token_ids=prompt, max_tokens=200, temperature=1.0, seed=200 + i, stop=["x"])
-        for i, prompt in enumerate(prompts)
-    ]
-    settings: dict[str, Any] = dict(device=DEVICE, cuda_graphs=False)  # their memory would have room for all caches
-    with Engine.from_pretrained(tmp_path, **settings) as engine:
-        room = engine.ledger.in_use + 2 * 260 * engine.config.kv_bytes_per_token(engine._dtype.itemsize)
-    room = -(-room * 3 // 2)  # a third of a small limit is for computing
-    with Engine.from_pretrained(tmp_path, **settings, limits=MemoryLimits(**{LIMITED: room})) as engine:
-        drawn = [result.completions[0] for result in engine.run(asked)]
-        assert engine.last_run["preemptions"] > 0
-        whole = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, drawn)]
-        scored = engine.run(
-            [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
-        )
-    for prompt, completion, result in zip(prompts, drawn, scored):
-        differences = [abs(a - b) for a, b in zip(completion.logprobs, result.prompt_logprobs[len(prompt) :])]
-        assert max(differences, default=0) < WORST

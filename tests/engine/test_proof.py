@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -273,90 +271,3 @@ def test_the_key_names_every_part_that_decides(monkeypatch):
     others.append(key.digest)
     assert len({before, *others}) == 6
     assert code_digest("SmolLM3ForCausalLM") != code_digest("CohereForCausalLM")
-
-
-# ---- releases that nobody has seen ----
-
-# Class, what is replaced in its modeling file, by what: each is silent. In a copy of transformers the class computes
-# something else than the engine is told: by way of the cache, positions, the router's output, the scale, the mask.
-TAMPERED = {
-    "FalconH1ForCausalLM": [
-        ("cache_params: Cache | None = None,", "cache_params=None,"),
-        ("past_key_values: Cache | None = None,\n        use_cache: bool | None = False,\n        position_embeddings",
-         "memory=None,\n        use_cache: bool | None = False,\n        position_embeddings"),
-        ("cache_params=past_key_values,", "cache_params=memory,"),
-        ("            past_key_values=past_key_values,\n            use_cache=use_cache,\n            position_emb",
-         "            past_key_values=memory,\n            use_cache=use_cache,\n            position_emb"),
-        ("                past_key_values=past_key_values,\n", "                memory=past_key_values,\n"),
-    ],
-    "SmolLM3ForCausalLM": [
-        ("self.rotary_emb(hidden_states, position_ids)",
-         "self.rotary_emb(hidden_states, torch.arange(hidden_states.shape[1])[None] + 0 * position_ids)"),
-    ],
-    "OlmoeForCausalLM": [
-        ("current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
-         "current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None] ** 2"),
-    ],
-    "CohereForCausalLM": [
-        ("attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling",
-         "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling * 1.1"),
-    ],
-    "SeedOssForCausalLM": [
-        ("        attn_weights = attn_weights + attention_mask",
-         "        attn_weights = attn_weights + attention_mask + 0.2 * (torch.arange(key.shape[2]) % 2)"),
-    ],
-}  # fmt: skip
-
-_RUN = """
-import sys, torch, transformers
-from pathlib import Path
-from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.errors import UnprovedModelError, UnsupportedArchitectureError
-transformers.logging.set_verbosity_error()
-assert transformers.__file__.startswith(sys.argv[1]), transformers.__file__
-for folder in map(Path, sys.argv[2:]):
-    try:
-        Engine.from_pretrained(folder).close()
-    except (UnprovedModelError, UnsupportedArchitectureError) as error:
-        print(folder.name, "refused:", error)
-    else:
-        print(folder.name, "taken")
-"""
-
-
-@pytest.fixture(scope="module")
-def tampered(tmp_path_factory):
-    """A copy of transformers whose files are links, but for those that are changed."""
-    source, copy = Path(transformers.__file__).parent, tmp_path_factory.mktemp("tampered") / "transformers"
-    subprocess.run(["cp", "-rs", source, copy], check=True)
-    for name, changes in TAMPERED.items():
-        file = copy / Path(sys.modules[getattr(transformers, name).__module__].__file__).relative_to(source)
-        text = file.read_text()
-        for old, new in changes:
-            assert old in text, (name, old)
-            text = text.replace(old, new)
-        file.unlink()
-        file.write_text(text)
-    return copy.parent
-
-
-def opened(front, names, folder):
-    """What a new process says of models of these classes, with a transformers in front of its own."""
-    for name in names:
-        saved(name, folder / name)
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN, str(front), *(str(folder / name) for name in names)],
-        capture_output=True, text=True, check=True, timeout=280, env={**_ENV, "PYTHONPATH": f"{front}:{_ROOT}",
-        "FLEXGEN_HELM_HOME": str(folder / "home")},
-    )  # fmt: skip
-    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
-
-
-_ROOT = Path(proof.__file__).parents[2]
-_ENV = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop"}
-
-
-@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the changes are to the text of transformers 5.23.0")
-def test_a_tampered_transformers_is_refused(tampered, tmp_path):
-    said = opened(tampered, list(TAMPERED), tmp_path)
-    assert {name: answer.partition(":")[0] for name, answer in said.items()} == dict.fromkeys(TAMPERED, "refused"), said

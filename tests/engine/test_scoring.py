@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import RequestError
 from tests.helpers.chat_models import add_template
 from tests.helpers.tiny_models import VOCABULARY
@@ -171,21 +170,6 @@ def test_a_model_without_a_tokenizer_scores_ids(tiny, tmp_path):
         scored, text, empty = engine.score([([5, 6], [7]), ("the", "quick"), ([], [7])])
     assert scored == (pytest.approx(expected(tiny("llama"), [5, 6], [7])[0], rel=1e-4), scored.is_greedy)
     assert "no tokenizer files" in str(text.error) and "context is empty" in str(empty.error)
-
-
-def test_other_runs_do_not_look_for_the_most_probable_token(engine, monkeypatch):
-    wanted = []
-    predict = Executor._predict
-
-    def watched(self, weights, hidden, predictions):
-        wanted.append(any(prediction.needs_argmax for prediction in predictions))
-        return predict(self, weights, hidden, predictions)
-
-    monkeypatch.setattr(Executor, "_predict", watched)
-    (result,) = engine.run([GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=2, echo_logprobs=True)])
-    assert wanted and not any(wanted) and result.prompt_greedy is None
-    engine.score([([5, 6], [7])])
-    assert wanted[-1]
 
 
 def test_drawn_tokens_stay_what_they_are_beside_greedy_scores(engine):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -181,21 +181,29 @@ def features(config: TransformersConfig) -> str:
         found.append("shared keys")
     if any(name.endswith("sinks") for name in others):
         found.append("attention sinks")
-    return ", ".join([*found, "tied head" if config.tied_head else "own head"])
+    return ", ".join(found) or "none of these"
 
 
-def _table() -> str:
-    rows = ["| class | features | largest difference |", "|---|---|---|"]
+def table(measured: Iterable[tuple[str, str, float]]) -> str:
+    """The page's table of classes, their features and differences: a row for classes with the same features."""
+    rows: dict[str, list[tuple[str, float]]] = {}
+    for name, shown, difference in measured:
+        rows.setdefault(shown, []).append((name.removesuffix("ForCausalLM"), difference))
+    lines = ["| features | classes | largest difference |", "|---|---|---|"]
+    for shown, classes in sorted(rows.items()):
+        lines.append(f"| {shown} | {', '.join(name for name, _ in classes)} | {max(dict(classes).values()):.1e} |")
+    return "\n".join(lines)
+
+
+def measure() -> Iterator[tuple[str, str, float]]:
     for name in supported():
-        if name in REFUSED:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            difference, config = largest_difference(name, Path(folder), {})
-        rows.append(f"| `{name}` | {features(config)} | {difference:.1e} |")
-    return "\n".join(rows)
+        if name not in REFUSED:
+            with tempfile.TemporaryDirectory() as folder:
+                difference, config = largest_difference(name, Path(folder), {})
+            yield name, features(config), difference
 
 
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(measure())}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

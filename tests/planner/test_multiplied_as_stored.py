@@ -45,13 +45,6 @@ def test_copies_are_kept_where_they_are_of_use_and_fit():
     assert not keeps_copies(model, replace(converts, limits={**ROOMY, "cpu": 700 * MIB}))
 
 
-def test_a_problem_decides_as_the_engine_does():
-    for hardware in (LAPTOP, UNIT):
-        own = problem(hardware)
-        assert own.copies_fit == keeps_copies(own.storage, own.machine) == (hardware is LAPTOP)
-        assert own.machine.multiplied_as_stored == ("float16" if hardware is UNIT else None)
-
-
 def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     policy, tight = Policy(8, 8, 0, 1, 0, 1, 0, 1), {"gpu": 0.0, "cpu": 800.0 * MIB, "disk": 1e12}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +9,6 @@ from hypothesis import strategies as st
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.planner.policy import AUTOMATIC, SCHEDULES
 from flexgen_helm.scheduling.work_items import WorkItem, work_items
-from tests.helpers.paths import ROOT
-
-PACKAGE = ROOT / "flexgen_helm"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
@@ -39,26 +34,3 @@ def test_users_name_them():
         assert EngineConfig(schedule=name).fixed_schedule is schedule and str(schedule) == name
     assert EngineConfig().fixed_schedule is None
     assert all(schedule.reads_once for schedule in AUTOMATIC)
-
-
-def compared(source: str) -> list[str]:
-    """Names of schedules that something is compared with. Types leave no other use for them."""
-    comparisons = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.Match)]
-    parts = (part for comparison in comparisons for part in ast.walk(comparison))
-    return [part.value for part in parts if isinstance(part, ast.Constant) and part.value in SCHEDULES]
-
-
-def test_no_module_compares_a_schedule_with_a_name():
-    assert [path for path in PACKAGE.rglob("*.py") if compared(path.read_text())] == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'if plan.schedule.name == "row": pass',
-        'order = "a" if name in ("zigzag", "row") else None',
-        'match name:\n    case "prefill-only": pass',
-    ],
-)
-def test_a_comparison_with_a_name_would_be_found(line):
-    assert compared(line) and not compared('advice = "take --schedule zigzag"')

@@ -211,7 +211,7 @@ def test_9_a_prompt_that_has_the_padding_token_is_a_prompt_as_any_other(opt: Tin
         result = engine.run(requests)[0]
     assert result.prompt_logprobs is not None
     reference = opt.logprobs(PADDED)
-    expected = [None, *(reference[place, token].item() for place, token in enumerate(PADDED[1:]))]
+    expected = [None, *(reference[row, token].item() for row, token in enumerate(PADDED[1:]))]
     assert difference(result.prompt_logprobs, expected) < TOLERANCE
 
 
@@ -221,7 +221,7 @@ def test_9_masked_by_its_id_it_has_other_scores(opt: TinyModel) -> None:
     with torch.no_grad():
         masked = torch.log_softmax(opt.reference(ids, attention_mask=(ids != 1).long()).logits[0], -1)
     expected = opt.logprobs(PADDED)
-    moved = [abs(masked[place, token] - expected[place, token]).item() for place, token in enumerate(PADDED[1:])]
+    moved = [abs(masked[row, token] - expected[row, token]).item() for row, token in enumerate(PADDED[1:])]
     assert max(moved) > 100 * TOLERANCE
 
 
@@ -241,9 +241,9 @@ def test_10_a_second_bos_would_move_every_score(tiny: Tiny) -> None:
     expected, twice = model.logprobs(once), model.logprobs([once[0], *once])
     found = scores(model.path, once).prompt_logprobs
     assert found is not None
-    for place, token in enumerate(once[1:]):
-        assert abs((found[place + 1] or 0.0) - expected[place, token].item()) < TOLERANCE
-        assert abs(twice[place + 1, token] - expected[place, token]).item() > 100 * TOLERANCE
+    for row, token in enumerate(once[1:]):
+        assert abs((found[row + 1] or 0.0) - expected[row, token].item()) < TOLERANCE
+        assert abs(twice[row + 1, token] - expected[row, token]).item() > 100 * TOLERANCE
 
 
 # 11: log-probabilities
@@ -273,10 +273,10 @@ def test_13_a_locked_cache_is_waited_for(tmp_path: Path, patient: bool, monkeypa
         pass
     if not patient:
         monkeypatch.setattr(response_cache, "BUSY_TIMEOUT_S", 0.0)
-    other = sqlite3.connect(tmp_path / "j.sqlite", isolation_level=None, check_same_thread=False)
-    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache, closing(other):
-        other.execute("BEGIN IMMEDIATE")
-        timer = threading.Timer(0.3, other.rollback)
+    holder = sqlite3.connect(tmp_path / "j.sqlite", isolation_level=None, check_same_thread=False)
+    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache, closing(holder):
+        holder.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.3, holder.rollback)
         timer.start()
         if patient:
             cache.put_many({"key": STORED})
