@@ -307,7 +307,7 @@ def stage_names(config: ModelConfig) -> list[str]:
 def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of one stage's tensors.
 
-    A tied head has no matrix of its own, unless another rank of a pipeline has the embedding table.
+    A tied head has no further matrix, unless another rank of a pipeline has the embedding table.
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """

@@ -1,7 +1,7 @@
 """The decoder: embedding, layers and head as equations over a flat list of tokens, without padding.
 
 It receives tensors and operators and returns tensors. Where weights are stored, in which precision, and in which order
-stages run is not known here. Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query
+stages run is not known here. Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query
 heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of a token.
 """
 
@@ -67,7 +67,7 @@ _MLP_TOKENS = 4096
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Rows of a table to look up, [T] each: on the compute device, and on the host for a table that is not there."""
+    """Rows [T] of a table to look up: on the compute device, and on the host for a table that is not there."""
 
     on_device: Tensor
     on_host: Tensor

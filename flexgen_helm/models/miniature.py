@@ -80,7 +80,7 @@ _WITHOUT_INFLUENCE = re.compile(
 def kind_text(content: Mapping[str, Any]) -> str:
     """Return what a `config.json` says besides sizes: two models of one kind compute by the same steps.
 
-    Numbers count as 0, 1, or others. Of what layers have each, the different ones count.
+    Numbers count as 0, 1, or larger. Of entries with a value for every layer, the different values count.
     """
     text = content.get("text_config")
     entries = {**content, **text} if isinstance(text, Mapping) else dict(content)

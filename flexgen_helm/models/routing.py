@@ -35,7 +35,7 @@ class Routing:
     ) -> Tensor:
         """Each token x [T, H] through its experts -> their weighted sum [T, H] (Shazeer et al., 2017).
 
-        Tokens are sorted by expert, so that each expert multiplies its own in one product:
+        Tokens are sorted by expert, so that an expert multiplies all of them in one product:
 
             sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert … T K
 

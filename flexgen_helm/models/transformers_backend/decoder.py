@@ -1,6 +1,6 @@
 """The decoder of a model of `transformers`: its modules, with weights and attention of the engine.
 
-Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query heads, Hk key heads, D elements
+Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query heads, Hk key heads, D elements
 of a head, V vocabulary, E experts, K experts of a token.
 """
 
@@ -238,7 +238,7 @@ def _end_with_selection(call: ExpertsCall) -> Tensor:
 def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return the forward pass by `rms_norm` of a module that computes a root-mean-square norm; None for others.
 
-    Classes have names of their own, and some add one to the weight. So the module is tried, on rows that `eps` matters
+    Classes have various names, and some add one to the weight. So the module is tried, on rows that `eps` matters
     for.
     """
     constants = [value for value in module.__dict__.values() if isinstance(value, float)]

@@ -196,7 +196,7 @@ class LayeredModel:
         return logits
 
     def _with_layer_inputs(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add zeros for the inputs that layers have of their own, which models cannot find without token ids."""
+        """Add zeros for the inputs of layers, which models cannot find without token ids."""
         table, embeds = self.layer_input_table, arguments.get("inputs_embeds")
         if table is None or embeds is None:
             return dict(arguments)
@@ -319,7 +319,7 @@ class _StandInState:
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place in the model. It has the layer's attributes, which models ask for."""
+    """Stands in the model for a layer. It has the layer's attributes, which models ask for."""
 
     def __init__(self, layer: nn.Module, state: _StandInState) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ def _moe(kinds: list[LayerKind]) -> MoEConfig | None:
     if kind is None:
         return None
     (inner, *_) = (shape[1] for stack in kind.experts for entry, shape in stack.matrices if "down" in entry)
-    dense = tuple(layer for layer, other in enumerate(kinds) if not other.num_experts)
+    dense = tuple(layer for layer, its_kind in enumerate(kinds) if not its_kind.num_experts)
     return MoEConfig(kind.num_experts, kind.per_token, inner, dense_layers=dense)
 
 

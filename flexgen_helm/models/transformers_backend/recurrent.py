@@ -158,7 +158,7 @@ class MixerRunner:
 
 
 def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
-    """Divide groups of several tokens that go on from a state: the first token of each, then the second, and so on."""
+    """Divide groups of several tokens that go on from a state: the first tokens, then the second ones, and so on."""
     divided = []
     for group in groups:
         if group.states is None or group.one_each:
