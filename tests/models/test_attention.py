@@ -1,4 +1,7 @@
-"""Attention over segments against the formula in float64, and the merge against the concatenation."""
+"""Attention over segments against the formula in float64, and the merge against the concatenation.
+
+The kernels of devices run in `tests/cuda`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import Window
 
 PLAIN = AttentionConfig(0.4)
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 CONFIGS = {
     "plain": PLAIN,
     "capped": AttentionConfig(0.4, softcap=1.5),
@@ -150,3 +154,60 @@ def test_merge_survives_scores_of_any_size():
     out = torch.ones(1, 1, 4)
     merged, lse = attention.merge_partial((out, torch.tensor([[-900.0]])), (2 * out, torch.tensor([[800.0]])))
     assert torch.equal(merged, 2 * out) and lse.item() == 800.0
+
+
+def test_products_of_16_bits_do_not_overflow(monkeypatch):
+    """|q·k| is 4e5 and the score 16,000 and below: float16 ends at 65,504."""
+    monkeypatch.setattr(attention, "_FUSED", None)
+    q = torch.full((3, 2, 64), 80.0, dtype=HALF)
+    k, v = torch.linspace(60, 80, 3)[:, None, None].expand(3, 2, 64).to(HALF), torch.randn(3, 2, 64, dtype=HALF)
+    out, lse = attention.attend_causal(q, k, v, AttentionConfig(0.04))
+    expected = attention.attend_causal(q.float(), k.float(), v.float(), AttentionConfig(0.04))
+    assert (q[0].double() @ k[0].double().T).max() > 3e5
+    assert lse.isfinite().all() and (lse / expected[1] - 1).abs().max() < 1e-3
+    assert (out.float() - expected[0]).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "masked", "name"),
+    [
+        ((7, 5), HALF, 128, False, attention.EFFICIENT), ((7, 5), HALF, 128, True, attention.EFFICIENT),
+        ((7, 5), BRAIN, 128, False, None), ((7, 5), FULL, 128, False, attention.EFFICIENT),
+        ((8, 0), HALF, 128, False, attention.FLASH), ((8, 6), BRAIN, 256, False, attention.FLASH),
+        ((9, 0), BRAIN, 264, False, attention.EFFICIENT), ((9, 0), BRAIN, 128, True, attention.EFFICIENT),
+        ((9, 0), FULL, 128, False, attention.EFFICIENT), ((9, 0), HALF, 12, False, None),
+        ((9, 0), FULL, 12, False, attention.EFFICIENT), ((13, 0), HALF, 128, False, None),
+    ],
+)  # fmt: skip
+def test_the_kernel_follows_from_device_and_dtype(monkeypatch, capability, dtype, dim, masked, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    attention.device_kernel.cache_clear()
+    chosen = attention.device_kernel(torch.device("cuda"), dtype, dim, masked)
+    attention.device_kernel.cache_clear()
+    assert chosen == name
+
+
+def test_other_biases_take_the_formula(monkeypatch):
+    monkeypatch.setattr(attention, "device_kernel", lambda *_: attention.EFFICIENT)
+    q = torch.empty(2, 4, 1, 16, dtype=HALF, device="meta")
+    aligned = attention.additive_mask(torch.empty(2, 1, 1, 13, dtype=torch.bool, device="meta"), HALF)
+    assert attention.fused_kernel(q, aligned) == attention.EFFICIENT
+    assert attention.fused_kernel(q, aligned.float()) is None  # ALiBi
+    assert attention.fused_kernel(q, aligned[..., 3:]) is None
+    assert attention.fused_kernel(q, torch.zeros(2, 1, 1, 13, dtype=HALF, device="meta")) is None
+
+
+@pytest.mark.parametrize("name", ["plain", "alibi"])
+@pytest.mark.parametrize(("key_heads", "at_once"), [(2, 1), (2, 40), (6, 1 << 20)])
+def test_the_host_attends_to_16_bits_in_float32(monkeypatch, name, key_heads, at_once):
+    """A few heads at a time, or a few sequences."""
+    monkeypatch.setattr(attention, "_UPCAST_ELEMENTS", at_once * 13 * 16)
+    lengths = torch.tensor([1, 9, 13, 13, 2])
+    q, k, v = torch.randn(5, 6, 16), torch.randn(5, key_heads, 13, 16), torch.randn(5, key_heads, 13, 16)
+    q, k, v = (x.half().float() for x in (q, k, v))
+    mask = attention.additive_mask((torch.arange(13) >= lengths[:, None])[:, None, None], FULL)
+    rest = CONFIGS[name], lengths - 1, mask
+    out, lse = attention.attend_cached(q.half(), k.half(), v.half(), *rest)
+    assert out.dtype == HALF and lse.dtype == FULL
+    expected, expected_lse = attention.attend_cached(q, k, v, *rest)
+    assert (out - expected).abs().max() < 5e-3 and (lse - expected_lse).abs().max() < 1e-4

@@ -174,8 +174,8 @@ def variations(key: str, value: Any) -> Iterator[Any]:
 def changes(name: str) -> Iterator[dict[str, Any]]:
     """All changes of the configuration of a class."""
     base, foreign = configuration(name), {}
-    for other in CLASSES:
-        foreign |= configuration(other)
+    for relative in CLASSES:
+        foreign |= configuration(relative)
     for key, value in base.items():
         if key not in IGNORED:
             yield from ({key: changed} for changed in variations(key, value))
@@ -333,13 +333,13 @@ def test_what_no_record_has_is_refused_by_name(name: str, changed: dict[str, Any
         read_config(folders(name))
 
 
-@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *((name, {}) for name in ROTARY),
         ("LlamaForCausalLM", {"factor": 5.0}),
         ("Phi3ForCausalLM", {"attention_factor": 0.6, "factor": 2.0}),
+        ("Gemma3ForCausalLM", {}),
+        ("GPTNeoXForCausalLM", {}),
     ],
 )
 def test_longrope_is_served_up_to_the_original_context(name: str, attention: dict[str, float], folders: Any) -> None:

@@ -92,7 +92,7 @@ class _Doubled(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "module",
     [
         nn.LayerNorm(SIZE),
         nn.Linear(SIZE, SIZE),
@@ -104,5 +104,5 @@ class _Doubled(LlamaRMSNorm):
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_other_modules_stay_as_they_are(other):
-    assert rms_norm_of(other) is None
+def test_further_modules_stay_as_they_are(module):
+    assert rms_norm_of(module) is None

@@ -59,9 +59,9 @@ def check(name, folder):
     with Engine.from_pretrained(folder, precision="4bit") as engine:
         together = engine.run(asked)
         alone = [engine.run([request])[0] for request in asked]
-    for one, other in zip(together, alone, strict=True):
-        assert one.completions[0].token_ids == other.completions[0].token_ids
-        pairs = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
+    for one, same in zip(together, alone, strict=True):
+        assert one.completions[0].token_ids == same.completions[0].token_ids
+        pairs = zip(one.prompt_logprobs[1:], same.prompt_logprobs[1:], strict=True)
         assert all(abs(x - y) < TOLERANCE for x, y in pairs)
 
 
@@ -246,7 +246,7 @@ def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_origina
     model = transformers.SmolLM3ForCausalLM._from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
     prompts = [[*range(5, 5 + length)] for length in (24, 3)]
-    asked = [GenerationRequest(prompt_token_ids=own, max_tokens=0, echo_logprobs=True) for own in prompts]
+    asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in prompts]
     with Engine.from_pretrained(tmp_path) as engine:
         assert engine.config.max_positions == 24
         results = engine.run(asked)
