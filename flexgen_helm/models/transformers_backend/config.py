@@ -128,7 +128,8 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others=res
     @cached_property
     def widest(self) -> int:
         """Rows of the widest matrix."""
-        return max(shape[0] for owner in (self, *self.experts) for _, shape in owner.matrices)
+        stacked = (matrix for stack in self.experts for matrix in stack.matrices)
+        return max(shape[0] for _, shape in (*self.matrices, *stacked))
 
 
 @dataclass(frozen=True)

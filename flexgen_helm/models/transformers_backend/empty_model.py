@@ -17,12 +17,7 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
-from flexgen_helm.models.transformers_backend.interfaces import (
-    EXPERTS_OF_THEIR_OWN,
-    IMPLEMENTATION,
-    attend_to_latents,
-    register,
-)
+from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, adapt, register
 
 OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
@@ -51,10 +46,8 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             raise
         raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
     model.set_experts_implementation(IMPLEMENTATION)
-    attend_to_latents(model)
     for module in model.modules():
-        if type(module).__name__ in EXPERTS_OF_THEIR_OWN:
-            EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
+        adapt(module)
     return model.eval()
 
 

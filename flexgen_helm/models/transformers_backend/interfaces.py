@@ -7,7 +7,7 @@ Shapes: T tokens, H hidden size, Hq query heads, Hk key heads, D and Dv elements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -161,13 +161,6 @@ class _Latents:
         return u, v
 
 
-def attend_to_latents(model: Any) -> None:
-    """Let the model's modules that expand latents attend to the latents instead."""
-    for module in model.modules():
-        if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
-            module.__dict__["flexgen_helm_latents"] = _Latents(module)
-
-
 def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
     windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
@@ -218,5 +211,9 @@ def _let_llama4_select(block: Any) -> None:
     experts._apply_gate, block.forward = apply_gate, forward
 
 
-# Classes that compute experts outside of `transformers`' experts interface.
-EXPERTS_OF_THEIR_OWN: Mapping[str, Callable[[Any], None]] = {"Llama4TextMoe": _let_llama4_select}
+def adapt(module: Any) -> None:
+    """Let a module attend to latents instead of expanding them, and name the experts that it selects."""
+    if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
+        module.__dict__["flexgen_helm_latents"] = _Latents(module)
+    if type(module).__name__ == "Llama4TextMoe":  # computes experts outside of `transformers`' experts interface
+        _let_llama4_select(module)

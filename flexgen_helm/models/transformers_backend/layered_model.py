@@ -96,7 +96,7 @@ class LayeredModel:
         self._cache_names = [
             frozenset().union(*(cache_names(part) for part in layer.modules())) for layer in self.layers
         ]
-        embeddings = getattr(self.base, "embeddings", None)
+        embeddings: Any = getattr(self.base, "embeddings", None)
         self.first_position = 0
         if hasattr(embeddings, "create_position_ids_from_input_ids"):
             self.first_position = int(embeddings.padding_idx) + 1

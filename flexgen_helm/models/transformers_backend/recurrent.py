@@ -16,7 +16,7 @@ Shapes: T tokens, t of them, B sequences, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +54,11 @@ class StateCache(PastOfTokens):
 
     def found(self) -> list[tuple[SequenceState, Tensor]]:
         """Return what the module keeps, each [B, …]."""
+        kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
         return [
             (SequenceState(kind, number, tuple(values.shape[1:])), values)
-            for kind, states in (("conv", self._layer.conv_states), ("recurrent", self._layer.recurrent_states))
-            for number, values in states.items()
+            for kind in kinds
+            for number, values in getattr(self._layer, f"{kind}_states").items()
             if values is not None
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.config import ExpertTensors, LayerKind, Mixer, SequenceState, Shapes
@@ -71,7 +73,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
     name, layers = type(model.model).__name__, [LayerTrace() for _ in model.layers]
     ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
     positions = torch.arange(_TOKENS, device="meta")[None]
-    trace = LayerTrace()
+    trace, before, after = LayerTrace(), set[int](), set[int]()
 
     def attend(call: AttentionCall) -> Tensor:
         trace.calls.append(call)
@@ -84,7 +86,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
 
     with torch.no_grad(), model.bound(attend, run_experts), _one_sequence():
         _require_no_tokens_in_arguments(model, positions)
-        with _called(model.model) as before:
+        with register_module_forward_pre_hook(lambda module, given: before.add(id(module))):
             hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
         arguments_of_one = model.before({"input_ids": ids[:, :1], "position_ids": positions[:, :1]})[1]
         for index, layer in enumerate(model.layers):
@@ -107,7 +109,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
             if out.shape != hidden.shape:
                 raise UnsupportedArchitectureError(f"the layers of {name} change the shape of the hidden states")
             hidden = out
-        with _called(model.model) as after:
+        with register_module_forward_pre_hook(lambda module, given: after.add(id(module))):
             model.after(hidden, positions)
     return ModelTrace(layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1)
 
@@ -119,7 +121,7 @@ def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: L
     for name, value in (*positional, *arguments.named.items()):
         if isinstance(value, (PastOfTokens, UserDict)) or value is inputs:
             continue
-        parts = list(_flat(value))
+        parts = tree_leaves(value)
         tensors = name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)
         if not tensors and not all(is_plain(part) or isinstance(part, Mask) for part in parts):
             kind = next(type(part).__name__ for part in parts if not is_plain(part))
@@ -158,22 +160,11 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
     for given in arguments:
-        values = [value for value in _flat((given.positional, given.named)) if isinstance(value, Tensor)]
+        values = [value for value in tree_leaves((given.positional, dict(given.named))) if isinstance(value, Tensor)]
         if any(value.requires_grad and not (has_inputs and value is given.layer_input) for value in values):
             raise UnsupportedArchitectureError(
                 f"{type(model.model).__name__} passes its layers more that depends on tokens than hidden states"
             )
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """Yield what tuples, lists and mappings have inside."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if not isinstance(value, (tuple, list)):
-        yield value
-        return
-    for inner in value:
-        yield from _flat(inner)
 
 
 @contextmanager
@@ -193,16 +184,6 @@ def _one_sequence() -> Iterator[None]:
     finally:
         is_traced.reset(token)
         masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay = search, overlay
-
-
-@contextmanager
-def _called(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the modules that are called."""
-    called: set[int] = set()
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(lambda module, given: called.add(id(module))).remove)
-        yield called
 
 
 @contextmanager
