@@ -151,11 +151,9 @@ def _layers_tried(full: Mapping[str, Any], count: int) -> Iterator[list[int]]:
     if lists and len(first) > 1:
         yield first
         yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
-    for number in _LAYER_COUNTS:
-        if number <= count:
+    for number in sorted({*_LAYER_COUNTS, count}):
+        if number <= min(count, _LAYER_COUNTS[-1]):
             yield list(range(number))
-    if count <= _LAYER_COUNTS[-1]:
-        yield list(range(count))
 
 
 def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
