@@ -33,7 +33,7 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
-from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.hardware.process_state import why_no_cuda
 from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
