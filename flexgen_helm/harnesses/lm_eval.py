@@ -5,7 +5,7 @@
     generate_until         (context, settings)     -> ids -> a request that draws  -> text before the first stop string
 
 All requests of a call are one block of the service, so their answers go to the response cache. Encoding is the
-harness's own: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
+harness's: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
 
 The harness's main branch finds the class by the entry point `flexgen` of the group `lm_eval.models`; a release without
 that needs `register()`.

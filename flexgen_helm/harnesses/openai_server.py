@@ -4,7 +4,7 @@
     GET  /v1/models, /v1/models/NAME, /health
 
 A request passes three gates before it is computed: who asks (key, Host, Origin), how much (bytes and seconds of its
-body), and how many wait already. What is admitted is gathered by the service with all others, computed as a block, and
+body), and how many wait already. What is admitted is gathered by the service with the rest, computed as a block, and
 stored in the response cache, also where its client has gone. An equal request joins it.
 
 Equal requests without a seed draw different tokens. The first, second, … of them draw the same in every process, so a

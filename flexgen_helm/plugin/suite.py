@@ -3,7 +3,7 @@
 HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
 
 1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The service then computes
-   those of all runs, one model after another, each in one block.
+   those of all runs, model after model, in one block per model.
 2. HELM's own `run_all`, unchanged. Every request finds its result ready.
 
 So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that data and prompts are
