@@ -167,12 +167,12 @@ def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool =
             if tensor.file != name:
                 continue
             report(ProgressPhase("verify", name, done, file.size))
-            content = hashlib.sha256()
+            hashed = hashlib.sha256()
             for start in range(0, tensor.size, _TILE_BYTES):
                 stop_point()
                 size = min(_TILE_BYTES, tensor.size - start)
-                content.update(file.read(tensor.offset + start, size, f"tensor {tensor_name}"))
-            _require_equal(file.path, content.hexdigest(), tensor.sha256, f"tensor {tensor_name} of ")
+                hashed.update(file.read(tensor.offset + start, size, f"tensor {tensor_name}"))
+            _require_equal(file.path, hashed.hexdigest(), tensor.sha256, f"tensor {tensor_name} of ")
             done += tensor.size
         remember(file.path, MANIFEST, manifest.fingerprint, file.stamp)
     return manifest

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.predictions import PromptToken
+from flexgen_helm.engine.executor import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import size
 from flexgen_helm.request import GenerationRequest

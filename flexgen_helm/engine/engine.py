@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,16 +25,14 @@ from flexgen_helm.engine.device import (
     dtype_reason,
     gpu_capacity,
     require_room,
-    simulated_disk,
     tier_capacities,
 )
 from flexgen_helm.engine.device_trial import require_trial
-from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.executor import Executor, LoadedModel, OnLogits
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
-from flexgen_helm.engine.predictions import OnLogits
 from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
@@ -49,12 +47,12 @@ from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
-from flexgen_helm.models.decoder_of import decoder_of
+from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import Span
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit, Span
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
@@ -66,13 +64,15 @@ from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
 from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
-from flexgen_helm.scheduling.sequence import Request
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
     "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
     "take --device cpu, or a GPU of compute capability 8.0 or later"
 )
+
+
+_CORRUPT_ADVICE = "the checkpoint may be corrupt: check it with flexgen-helm doctor"
 
 
 class Engine:
@@ -94,11 +94,11 @@ class Engine:
         self.last_run: dict[str, Any] = {}
         self._options, self._device = options, device
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
-        self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._prefix_cost = prefix_cost(self.config, device.type)
-        self._processors = None
+        eos_ids = model.tokenizer.eos_ids if model.tokenizer else frozenset[int]()
+        processors = None
         if generation.applied:
-            self._processors = LogitsProcessors(generation, self._eos_ids(), self.config.vocab_size, device)
+            processors = LogitsProcessors(generation, eos_ids, self.config.vocab_size, device)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
@@ -107,7 +107,7 @@ class Engine:
             converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
             workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self._cache_format, converts=converts)
             capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
-        self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
+        resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
 
         def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
             """Add the room on the disk that these matrices have already."""
@@ -122,9 +122,8 @@ class Engine:
         self.placement = self._planner.place(self.name)
         limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes
         ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
-        self._tiers = TransferManager(
-            device, model.compute_tier, ledgers, model.link, folder, options.overlap, simulated_disk(options.disk_gb_s)
-        )
+        disk = None if options.disk_gb_s is None else DiskRates(*map(RateLimit, options.disk_gb_s))
+        self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk)
         if isinstance(model.link, CudaCopyEngine):
             model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
         self.ledger = ledgers[model.compute_tier]
@@ -160,6 +159,19 @@ class Engine:
             dict(checkpoint.rounded),
             {"applied": generation.applied, "ignored": generation.ignored},
         )
+        self._model = LoadedModel(
+            self.config,
+            self._decoder,
+            self._weights,
+            device,
+            pipeline,
+            eos_ids,
+            self._threads,
+            resident,
+            self._graphs,
+            processors,
+            _FLOAT16_ADVICE if checkpoint.as_float16 else _CORRUPT_ADVICE,
+        )
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._closed = False
 
@@ -189,30 +201,22 @@ class Engine:
         `UsageError`.
         """
         pipeline = joined_pipeline() or Pipeline()
+        engine: Engine | None = None
         with exact_products(), pipeline.command("open", name_or_path, config, name):
-            return cls._open_on_all_ranks(name_or_path, config, name, pipeline)
-
-    @classmethod
-    def _open_on_all_ranks(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
-    ) -> "Engine":
-        """Open this rank's part of an engine; an error of one rank is raised on all, and none keeps its part."""
-        try:
-            engine = cls._open(name_or_path, config, name, pipeline)
-        except FlexgenError as error:
-            pipeline.agree(error)
-            raise
-        finally:
-            pipeline.num_engines += 1
-        try:
-            dtypes = pipeline.agree(engine._dtype)
-            if len(set(dtypes)) > 1:
-                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
-        except FlexgenError:
-            engine._close()
-            raise
-        return engine
+            try:  # an error of one rank is raised on all, and none keeps its part
+                engine = cls._open(name_or_path, config, name, pipeline)
+                if len(set(dtypes := pipeline.agree(engine._dtype))) > 1:
+                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
+                return engine
+            except FlexgenError as error:
+                if engine is None:
+                    pipeline.agree(error)
+                else:
+                    engine._close()
+                raise
+            finally:
+                pipeline.num_engines += 1
 
     @classmethod
     def _open(
@@ -225,9 +229,6 @@ class Engine:
             return cls(model, pipeline, is_proved)
         except Float16Error as error:  # found while the weights were read
             return cls(model.in_float32(error, pipeline.rank), pipeline, is_proved)
-
-    def _eos_ids(self) -> Collection[int]:
-        return self.tokenizer.eos_ids if self.tokenizer else frozenset()
 
     def share_every_beginning(self) -> None:
         """Share what prompts have in common however short it is: for comparisons, not for speed."""
@@ -282,7 +283,7 @@ class Engine:
 
         A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one `run`.
         """
-        return score_pairs(pairs, self.run, self.tokenizer, self.chat, self.config.max_positions, truncate)
+        return score_pairs(self, pairs, truncate)
 
     def _answer(
         self,
@@ -299,43 +300,51 @@ class Engine:
         self._tiers.reset()
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        plan, pipeline = self._plan(prepared.distinct), self._pipeline
+        distinct, pipeline = prepared.distinct, self._pipeline
+        size = run_size(distinct, self._prefix_cost, self._planner.searches, self._cache_format)
+        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
+        plan = pipeline.plan(partial(self._planner.plan, size, free))
+        report(PlanLine(plan.describe(len(distinct))))
+        lanes, limits = [distinct], plan.limits
+        if not pipeline.is_whole:
+            lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
+        answers = ResultCollector(len(requests), on_result, self._reporter(progress))
         with self._stores(plan) as (cache, activations):
-            executor = Executor(
-                self._decoder, self._weights, cache, activations, self._device, pipeline, self._threads, self._graphs,
-                self._resident, on_logits, self._processors,
-            )  # fmt: skip
+            executor = Executor(self._model, cache, activations, on_logits)
             try:
-                answers = ResultCollector(len(requests), on_result, self._reporter(progress))
-                for place, error in prepared.refused.items():
-                    answers.deliver(place, GenerationResult(error=error))
-                runs = self._runs(prepared.distinct, plan, executor, cache, answers)
+                for index, error in prepared.refused.items():
+                    answers.deliver(index, GenerationResult(error=error))
+                lane_plan = replace(plan, limits=limits)
+                runs = [Run(executor, lane_plan, lane, answers, self._prefix_cost) for lane in lanes]
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
                 pipeline.flush()
             except BaseException as error:
                 pipeline.fail(error)
                 raise
-        placement = {
-            "weights": plan.weights,
-            "cache": _fractions(cache.placed, plan.cache),
-            "activations": _fractions(activations.placed, plan.activations),
+        seconds = time.perf_counter() - began
+        self.last_run = run_record(self.identity, plan, self._tiers, [result.cost for result in results], seconds)
+        self.last_run |= {
+            "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
+            "halvings": sum(run.halvings for run in runs),
+            "preemptions": sum(run.num_preempted for run in runs),
+            "achieved_placement": {
+                "weights": dict(plan.weights),
+                "cache": _fractions(cache.placed, plan.cache),
+                "activations": _fractions(activations.placed, plan.activations),
+            },
         }
-        self.last_run = run_record(
-            self.identity,
-            plan,
-            self._tiers,
-            [result.cost for result in results],
-            num_unique=len(prepared.distinct),
-            seconds=time.perf_counter() - began,
-            placement=placement,
-            halvings=sum(run.halvings for run in runs),
-            preemptions=sum(run.num_preempted for run in runs),
-            workspace_bytes=executor.peak_workspace_bytes,
-        )
-        self.last_run |= pipeline.record(len(runs), self._rank_record())
-        if prepared.distinct:
-            self._learn(prepared.distinct, plan, runs)
+        self.last_run["workload"]["num_unique"] = len(distinct)
+        first = self._part.layers_before
+        keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
+        rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
+        self.last_run |= pipeline.record(len(runs), rank)
+        if distinct:
+            drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
+            at_once = sum(run.most_at_once for run in runs)
+            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)
+            if prediction is not None:
+                add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
         return results
 
     @contextmanager
@@ -371,31 +380,6 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
 
-    def _runs(
-        self, requests: Sequence[Request], plan: RunPlan, executor: Executor, cache: KVCache, answers: ResultCollector
-    ) -> list[Run]:
-        """Return a run for each lane of a pipeline, and one where this process has the whole model."""
-        lanes: Sequence[Sequence[Request]] = [requests]
-        limits = plan.limits
-        if not self._pipeline.is_whole:
-            lanes, limits = into_lanes(requests, limits, self._pipeline.rank.size, plan.schedule)
-        runs = [
-            Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids(), self._prefix_cost, own, answers)
-            for own in lanes
-        ]
-        if self._reads_bfloat16_as_float16:
-            for run in runs:
-                run.nonfinite_advice = _FLOAT16_ADVICE
-        return runs
-
-    def _learn(self, requests: Sequence[Request], plan: RunPlan, runs: Sequence[Run]) -> None:
-        """Have the planner learn from the last run, and add to its record what was predicted."""
-        drawn = drawn_workload(requests, sum(run.saved_tokens for run in runs))
-        at_once = sum(run.most_at_once for run in runs)
-        prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=self._pipeline.is_whole)
-        if prediction is not None:
-            add_prediction(self.last_run, prediction, self._planner.product_flops, self._pipeline.rank.size)
-
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
@@ -408,7 +392,6 @@ class Engine:
             self._closed = True
             if self._graphs is not None:
                 self._graphs.close()
-                self._graphs = None
             self._weights.close()
             self._tiers.close()
             for ledger in self._tiers.ledgers.values():
@@ -421,27 +404,12 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _plan(self, requests: Sequence[Request]) -> RunPlan:
-        """Plan a run of distinct requests, within what all ranks have room for."""
-        size = run_size(requests, self._prefix_cost, self._planner.searches, self._cache_format)
-        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan = self._pipeline.plan(partial(self._planner.plan, size, free))
-        report(PlanLine(plan.describe(len(requests))))
-        return plan
-
     def _planner_and_part(
         self, model: OpenedModel, capacities: Mapping[Tier, int], folder: Path
     ) -> tuple[Planner, ModelConfig]:
         """Return the planner, and the layers of this rank, for which it plans."""
-        options, link, pipeline = model.options, model.link, self._pipeline
-        profile = EngineProfile(
-            capacities,
-            folder,
-            "cpu" if link is None else "sim" if model.is_simulated else "cuda",
-            options.link_gb_s,
-            options.disk_gb_s,
-            pins_host_memory=lambda: link is None or link.pins,
-        )
+        options, pipeline = model.options, self._pipeline
+        profile = EngineProfile(capacities, folder, options, model.link)
         dtype = str(self._dtype).removeprefix("torch.")
         as_stored = None
         if model.compute_tier == "cpu" and has_amx():
@@ -477,12 +445,6 @@ class Engine:
             return LayerGraphs(decoder, self._device, self.ledger, rows)
         except torch.OutOfMemoryError:  # other programs have taken it
             return None
-
-    def _rank_record(self) -> dict[str, Any]:
-        """Return what the run's record says of this rank."""
-        first = self._part.layers_before
-        keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
-        return {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds the memory in use to a run's progress and hands it on."""

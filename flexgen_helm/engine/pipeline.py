@@ -131,7 +131,7 @@ class Pipeline:
     def plan(self, plan: Callable[[Schedule | None], RunPlan]) -> RunPlan:
         """Return this rank's plan within limits that suit all ranks; one that cannot plan ends the run on all.
 
-        plan: makes this rank's own, by a schedule that must be followed if one is given.
+        plan: makes this rank's, by a schedule that must be followed if one is given.
         """
         plans = self._plans(plan, None)
         if len({found.schedule.is_single_pass for found in plans}) > 1:
@@ -178,7 +178,7 @@ class Pipeline:
         return message[num_numbers:].view(dtype).view(shape), numbers[:-1]
 
     def send_values(self, values: list[float]) -> None:
-        """Send what the head has computed for a batch from the last rank to all others, without waiting for them."""
+        """Send what the head has computed for a batch from the last rank to all before it, without waiting."""
         message = torch.tensor(values, dtype=torch.float64)
         for number in range(self.rank.size - 1):
             self._send(message, number, _VALUES)
@@ -221,7 +221,7 @@ class Pipeline:
             self._end(f"rank {self.rank.number} of the pipeline ended: {error or type(error).__name__}")
 
     def leave(self) -> None:
-        """Close the connections in good order, once all ranks do: rank 0 tells the others, which wait for it."""
+        """Close the connections in good order, once all ranks do: rank 0 tells those that wait for it."""
         with suppress(PipelineError), self.lock:
             self.send_command("end")
             self.flush()

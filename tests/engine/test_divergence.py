@@ -10,7 +10,7 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine.divergence import BaselineRows, RowDivergence, kl_divergence
-from flexgen_helm.engine.predictions import PromptToken
+from flexgen_helm.engine.executor import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
 from tests.helpers.parity import prompts
 from tests.helpers.small_disks import small_disk
@@ -40,8 +40,8 @@ def reference_rows(model, texts):
     return torch.cat(rows).log_softmax(-1)
 
 
-def direct_kl(base, other):
-    p, q = base.exp().numpy(), other.exp().numpy()
+def direct_kl(base, changed):
+    p, q = base.exp().numpy(), changed.exp().numpy()
     return (p * (np.log(p) - np.log(q))).sum(-1)
 
 
@@ -55,7 +55,7 @@ def run(engine, texts, on_logits, share=True):
 @pytest.mark.parametrize("num_rows", [10_000, FEW])
 def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, num_rows):
     models, texts = [tiny("llama"), tiny("llama-untied-biases")], texts_that_share()
-    base, other = (reference_rows(model, texts) for model in models)
+    base, changed = (reference_rows(model, texts) for model in models)
     num_tokens = sum(len(ids) - 1 for ids in texts)
     with BaselineRows(tmp_path, whole(texts), num_rows, VOCABULARY) as kept:
         with Engine.from_pretrained(models[0].path) as engine:
@@ -65,10 +65,10 @@ def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, n
             run(engine, texts, found, share=False)  # the rows come in another order
         found.require_all()
     assert kept.num_tokens == num_tokens and len(kept.sampled) == min(num_rows, num_tokens)
-    exact = direct_kl(base, other)
+    exact = direct_kl(base, changed)
     assert exact.min() > 0.01  # or equal rows would do
     np.testing.assert_allclose(found.exact, exact[kept.sampled], rtol=1e-4)
-    assert np.array_equal(found.same_top == 1, (base.argmax(-1) == other.argmax(-1)).numpy())
+    assert np.array_equal(found.same_top == 1, (base.argmax(-1) == changed.argmax(-1)).numpy())
 
 
 def test_only_some_tokens_of_each_prompt_are_compared(tiny, tmp_path):
@@ -84,10 +84,10 @@ def test_only_some_tokens_of_each_prompt_are_compared(tiny, tmp_path):
             run(engine, texts, found)
         found.require_all()
     firsts = np.cumsum([0, *(len(ids) - 1 for ids in texts)])
-    places = [int(first) + index - 1 for first, own in zip(firsts, compared) for index in own]
-    base, other = (reference_rows(model, texts)[places] for model in models)
-    assert len(places) == kept.num_tokens == len(kept.sampled) < firsts[-1] / 2
-    np.testing.assert_allclose(found.exact, direct_kl(base, other), rtol=1e-4)
+    picked = [int(first) + index - 1 for first, indices in zip(firsts, compared) for index in indices]
+    base, changed = (reference_rows(model, texts)[picked] for model in models)
+    assert len(picked) == kept.num_tokens == len(kept.sampled) < firsts[-1] / 2
+    np.testing.assert_allclose(found.exact, direct_kl(base, changed), rtol=1e-4)
 
 
 def test_a_row_that_never_comes_is_no_zero(tmp_path):
@@ -109,9 +109,9 @@ def test_a_row_that_never_comes_is_no_zero(tmp_path):
 
 def test_what_has_no_chance_in_the_baseline_adds_nothing():
     base = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
-    other = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
-    assert kl_divergence(base, other).item() == pytest.approx(np.log(2))
-    assert kl_divergence(other, base).item() == np.inf
+    changed = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
+    assert kl_divergence(base, changed).item() == pytest.approx(np.log(2))
+    assert kl_divergence(changed, base).item() == np.inf
 
 
 def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):

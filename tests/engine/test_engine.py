@@ -111,6 +111,7 @@ def test_eos_and_stop_strings_end_a_completion_and_are_not_part_of_it(tiny, monk
         stops = [free.text[i : i + 2] for i in starts]
         stopped = engine.run([dataclasses.replace(request, stop=[stop]) for stop in stops])
         monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset([free.token_ids[3]]))  # other engines share it
+    with Engine.from_pretrained(tiny("llama").path) as engine:
         ended = engine.run([dataclasses.replace(request, ignore_eos=False)])[0].completions[0]
     for stop, result in zip(stops, stopped, strict=True):
         completion = result.completions[0]

@@ -155,19 +155,6 @@ def test_rates_move_towards_what_was_measured(wrong, policy):
         assert getattr(learner.hardware, share) == pytest.approx(getattr(truth, share), rel=0.2)
 
 
-def test_a_wait_corrects_the_channel_and_not_the_computing():
-    situation = small(60, 100)
-    policy = Policy(1, 1, 0.0, 0.2, 0, 1, 0, 1)
-    told = predict(situation, policy, ZIGZAG)
-    slow = 3 * told.latency_s
-    blocks = told.latency_s / (told.prefill_s + told.decode_s)
-    spent = blocks * sum(phase["compute"] for phase in told.seconds.values())
-    record = {"latency_s": slow, "time_s": {"wait": 0.9 * slow}, "prefill_s": 0.0, "decode_s": 0.9 * slow + spent}
-    factors = corrections(told, record)
-    slowest = max(("disk_read", "to_gpu"), key=lambda name: sum(phase[name] for phase in told.seconds.values()))
-    assert factors[slowest] < 0.9 and factors.get("decode", 1.0) > 0.7
-
-
 def quick_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     monkeypatch.setattr(profiler, "_FILE_BYTES", 64 << 20)

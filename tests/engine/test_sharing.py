@@ -40,7 +40,7 @@ def alone(monkeypatch):
 
 
 def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
-    """Prompts that share beginnings at several depths; one is the beginning of others, two are equal."""
+    """Prompts that share beginnings at several depths; one is a beginning of the rest, two are equal."""
     draw = random.Random(seed)
 
     def some(longest):
@@ -190,12 +190,12 @@ def assert_near(found, expected, mean=MEAN, borders=0):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.error is None and theirs.error is None
         apart += [abs(x - y) for x, y in zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or ()) if x is not None]
-        for one, other in zip(ours.completions, theirs.completions, strict=True):
-            same = len(os.path.commonprefix([one.token_ids, other.token_ids]))
-            if one.token_ids != other.token_ids:
+        for one, two in zip(ours.completions, theirs.completions, strict=True):
+            same = len(os.path.commonprefix([one.token_ids, two.token_ids]))
+            if one.token_ids != two.token_ids:
                 borders -= 1
-                assert borders >= 0 and abs(one.token_ids[same] - other.token_ids[same]) == 1, (one, other)
-            apart += [abs(x - y) for x, y in zip(one.logprobs[:same], other.logprobs[:same], strict=True)]
+                assert borders >= 0 and abs(one.token_ids[same] - two.token_ids[same]) == 1, (one, two)
+            apart += [abs(x - y) for x, y in zip(one.logprobs[:same], two.logprobs[:same], strict=True)]
     assert sum(apart) / len(apart) < mean and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
 
 
@@ -276,25 +276,6 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
     assert answered
 
 
-def test_sparse_attention_shares_nothing(tiny, tmp_path, packed):
-    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=2, ignore_eos=True) for p in long_tree()]
-    with Engine.from_pretrained(tiny("llama").path, precision="sparse", offload_dir=tmp_path) as engine:
-        assert all(result.error is None for result in engine.run(requests))
-        assert engine.last_run["workload"]["prompt_tokens_computed"] == sum(map(len, long_tree()))
-
-
-def test_completions_of_a_packed_prompt_compute_its_groups_once(tiny, tmp_path, packed):
-    """Each completion computes what is left behind the last group that ends before the prompt's last token."""
-    request = GenerationRequest(
-        prompt_token_ids=[3 + i % 50 for i in range(70)], max_tokens=6, n=4, temperature=1.0, ignore_eos=True
-    )
-    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
-        (result,) = engine.run([request])
-        assert result.error is None and len(result.completions) == 4
-        assert engine.last_run["workload"]["prompt_tokens_computed"] == pytest.approx(64 + 4 * 6)
-        engine.ledger.check({"weights": engine.ledger.in_use})
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("schedule", ["prefill-only", "zigzag"])
 @pytest.mark.parametrize("room", [0.05, 0.1, 0.3])
@@ -310,7 +291,7 @@ def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_
         asked = [GenerationRequest(prompt_token_ids=p, max_tokens=4, ignore_eos=True) for p in prompts]
     with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
         # Of the host alone are matrices in 16 bits beside their copies.
-        beside = {name: own.stored for name, own in engine._weights.tensors.items() if name != HEAD_MATRIX}
+        beside = {name: weight.stored for name, weight in engine._weights.tensors.items() if name != HEAD_MATRIX}
         whole = engine.ledger.in_use - sum(stored.nbytes for stored in beside.values() if stored is not None)
         expected = engine.run(asked)
         assert engine.last_run["workload"]["prompt_tokens_computed"] < 60 * 55

