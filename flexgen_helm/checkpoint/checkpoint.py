@@ -181,6 +181,8 @@ def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
             yield start, min(step, rows.stop - start)
 
 
+# ---- seeded random weights: measuring throughput needs only the shapes ----
+
 _STD = 0.02
 
 

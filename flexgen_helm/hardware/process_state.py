@@ -93,6 +93,8 @@ def switch_off(name: str, reason: str) -> None:
         report(Message(f"no {name} on this device, so {_INSTEAD[name]}, which is slower ({reason})"))
 
 
+# Whether this machine can have a CUDA device, as far as can be told without importing torch.
+
 # Device files of NVIDIA's driver on a PC, under WSL, and on a Jetson.
 _DEVICE_FILES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 

@@ -219,8 +219,8 @@ def test_tensors_equal_the_originals_within_the_quantization(llama_folder: Any, 
     original, read = open_checkpoint(folder), open_checkpoint(file)
     assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
-    # Half a step of 8 and of 4 bits over a group's range.
-    steps = {"F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 250, "Q4_1": 1 / 15}[kind]
+    # Half a step over a group's range: of 8 bits twice the largest value, of 4 bits at most as much; scales in float16.
+    steps = {"F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 254 + 2**-10, "Q4_1": 1 / 15 + 2**-10}[kind]
     for name in read.shapes:
         tensor, expected = read.tensor(name), original.tensor(name).float()
         assert tensor.dtype == (read.storage_dtype if tensor.ndim > 1 else torch.float32)

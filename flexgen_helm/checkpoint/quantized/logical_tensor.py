@@ -120,6 +120,8 @@ def require(stored: StoredTensor, types: tuple[str, ...], shape: tuple[int, ...]
         )
 
 
+# ---- stored tensors that nothing reads: known to change no number, another model's, or refused by name ----
+
 # Buffers that older releases stored: frequencies of rotations, causal masks, numbers of positions.
 _BUFFERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(masked_)?bias|position_ids)$")
 
