@@ -276,7 +276,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
 def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, monkeypatch, capsys):
     arguments = ["-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "2", *flags]
     monkeypatch.setattr(sys, "argv", ["flexgen-helm", "run", *arguments])
-    monkeypatch.setattr("flexgen_helm.cli.run._run", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
+    monkeypatch.setattr(suite, "run_suite", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
     assert run_and_show(arguments, {"weights": "dummy"}, verbose=True) == 130
     assert capsys.readouterr().err.endswith(f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n")
 
