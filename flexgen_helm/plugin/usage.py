@@ -18,9 +18,8 @@ from typing import Any
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.plugin.convert import HelmRequest
-from flexgen_helm.report.blocks import add_blocks
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.report.throughput import add_blocks, throughput, versions
 from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
