@@ -29,7 +29,6 @@ TORCH_FREE = [
     "flexgen_helm.request",
     "flexgen_helm.scheduling.sequence",
     "flexgen_helm.response_cache",
-    "flexgen_helm.scheduling.work_items",
     "flexgen_helm.scheduling.scheduler",
     "flexgen_helm.engine.machine_profile",
     "flexgen_helm.engine.fingerprint",
