@@ -88,7 +88,7 @@ def evaluate(
         return {"": text_windows(engine, text, WINDOW, windows)}
 
     found = {}
-    for _, divergence in measure(load, FP16.name, MEASURED, prompts, folder=scratch):
+    for _, divergence in measure(load, [FP16.name, *MEASURED], prompts, folder=scratch):
         options.tell(describe(divergence))
         found[divergence.precision] = divergence
     return answers, found

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.concurrency import computed_ahead, single_flight
+from flexgen_helm.concurrency import single_flight
 
 THREADS = 32
 # What `transformers` does: the module that others may see unfinished is replaced at the end of its import.
@@ -109,21 +109,3 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again() -> None:
     results = call_at_once(load, ["a"] * 8)
     assert len(called) == 1 and {str(error) for error in results} == {"no network"}
     assert load("a") == load("a") == "a" and len(called) == 2
-
-
-@pytest.mark.parametrize("cores", [1, 2, 9])
-def test_results_computed_ahead_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    begun: list[int] = []
-
-    def compute(item: int) -> int:
-        begun.append(item)
-        time.sleep(0.02 / (item + 1))  # later items are done first
-        return item * item
-
-    results = computed_ahead(compute, range(12), 4)
-    assert next(results) == 0
-    time.sleep(0.2)
-    assert len(begun) <= 1 + min(cores, 4) + (cores > 1), "no more than were asked for"
-    assert list(results) == [item * item for item in range(1, 12)]
-    assert sorted(begun) == list(range(12))

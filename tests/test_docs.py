@@ -156,7 +156,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", [line for line in shown_commands() if line.startswith("flexgen-helm plan ")])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if " -c " in line or " -r " in line else [])
+        for line in shown_commands()
+        if line.startswith("flexgen-helm plan ")
+    ],
+)
 def test_plans_that_the_docs_show_are_made(line: str, checkout: None, capsys: pytest.CaptureFixture[str]) -> None:
     from flexgen_helm.cli import main
 

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from helm.benchmark import run_spec as helm_run_specs
 from helm.benchmark.presentation.run_entry import read_run_entries
-from helm.benchmark.run import build_parser
 from helm.benchmark.run_expander import RUN_EXPANDERS, ModelRunExpander
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.common.object_spec import parse_object_spec
@@ -169,44 +168,6 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
 def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         check_entries([f"simple_mcqa:model={MODEL}", entry], [])
-
-
-FLAGS = [
-    ["-o", "out"],
-    ["-n4"],
-    ["-d"],
-    ["--dry-run"],
-    ["--disable-cache"],
-    ["--exit-on-error"],
-    ["-r", "simple_mcqa:model=flexgen/a", "x"],
-    ["-r"],
-    ["--run-entries", "y:z=1"],
-    ["--run-specs=w"],
-    ["--models-to-run", "flexgen/b", "openai/c"],
-    ["--models", "flexgen/b"],
-    ["--groups-to-run", "g"],
-    ["-c", "a.conf", "b.conf"],
-    ["--conf-paths", "c.conf"],
-    ["--priority", "2"],
-    ["--local-path", "elsewhere"],
-    ["--plugins", "p", "q"],
-    ["--enable-huggingface-models", "gpt2"],
-    ["--enable-local-huggingface-models", "/models/x"],
-    ["--skip-completed-runs"],
-    ["--num-train-trials", "3"],
-]
-
-
-@given(st.lists(st.sampled_from(FLAGS), max_size=8, unique_by=tuple))
-def test_flags_are_read_as_helm_reads_them(flags: list[list[str]]) -> None:
-    argv = ["--suite", "s", "-m", "1", *(word for flag in flags for word in flag)]
-    ours = vars(parse_helm_flags(argv))
-    joined = [word for flag, values in ours.pop("joined").items() for word in (flag, *values)]
-    theirs = vars(build_parser().parse_args([*argv, *joined]))
-    given = {name: value for name, value in ours.items() if value}
-    assert given and given == {name: theirs[name] for name in given}
-    left_out = build_parser().parse_args(["--suite", "s", "-m", "1"])
-    assert {name for name, value in theirs.items() if value != getattr(left_out, name)} <= set(given)
 
 
 def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:

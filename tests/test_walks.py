@@ -23,8 +23,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
-from flexgen_helm.offload.prefetcher import StagedMatrix
-from flexgen_helm.offload.staging import RingSlot
+from flexgen_helm.offload.prefetcher import RingSlot, StagedMatrix
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.forks import python

@@ -92,7 +92,7 @@ def divergence(
         return by_entry if suite is not None else {"": text_windows(engine, content, window or 0, max_windows)}
 
     found: dict[str, list[Divergence]] = {}
-    for entry, divergence in measure(load, baseline, precisions, prompts, rows, folder):
+    for entry, divergence in measure(load, [baseline, *precisions], prompts, rows, folder):
         if not as_json:
             print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
         found.setdefault(entry, []).append(divergence)
@@ -141,13 +141,12 @@ def text_windows(engine: Engine, text: str, window: int, max_windows: int | None
 
 def measure(
     load: Callable[[str], AbstractContextManager[Engine]],
-    baseline: str,
     precisions: Sequence[str],
     prompts: Callable[[Engine], Mapping[str, ComparedPrompts]],
     rows: int = DEFAULT_ROWS,
     folder: Path | None = None,
 ) -> Iterator[tuple[str, Divergence]]:
-    """Yield the divergence of each precision from the baseline over each of several sets of prompts, by its name.
+    """Yield the divergence of other precisions from the first over each of several sets of prompts, by its name.
 
     load: opens the model in a precision; one is open at a time.
     prompts: returns the sets, given the baseline's engine.
@@ -169,6 +168,7 @@ def measure(
             scores += (result.prompt_logprobs or ())[tokens.start : tokens.stop]
         return np.array(scores, np.float64)
 
+    baseline, *compressed = precisions
     folder = state_dir() / "offload" if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
@@ -179,7 +179,7 @@ def measure(
                 baseline_rows = BaselineRows(folder, compared.compared, rows, engine.config.vocab_size)
                 kept[name] = resources.enter_context(baseline_rows)
                 base[name] = logprobs(engine, compared, kept[name])
-        for precision in precisions:
+        for precision in compressed:
             with load(precision) as engine:
                 for name, compared in sets.items():
                     found = RowDivergence(kept[name])

@@ -16,8 +16,8 @@ from flexgen_helm.cli.console import say
 from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable, size, size_argument
-from flexgen_helm.hardware.cuda import require_cuda, why_no_cuda
 from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
+from flexgen_helm.hardware.process_state import require_cuda, why_no_cuda
 from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:
@@ -171,15 +171,10 @@ def to_arguments(options: EngineOptions) -> list[str]:
         if flag.metavar is None:
             words += [flag.name] if value is (not OPTIONS[option].default) else []
         elif value is not None:
-            words += [flag.name, _text_of(value)]
+            if isinstance(value, tuple):
+                value = ",".join(f"{rate:g}" for rate in value)
+            words += [flag.name, json.dumps(value) if isinstance(value, bool | Mapping) else str(value)]
     return words
-
-
-def _text_of(value: Any) -> str:
-    """Write the value of an option as its flag reads it."""
-    if isinstance(value, tuple):
-        return ",".join(f"{rate:g}" for rate in value)
-    return json.dumps(value) if isinstance(value, bool | Mapping) else str(value)
 
 
 def load_engine(model: str, options: EngineOptions) -> Engine:

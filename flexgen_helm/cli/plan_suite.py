@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.cli.engine_flags import to_arguments
-from flexgen_helm.cli.plan import Asked, problem_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration

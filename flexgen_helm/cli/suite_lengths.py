@@ -120,6 +120,7 @@ class PromptReader:
         """Return what the requests in HELM's file ask. Raises `UsageError` for a file that cannot be used."""
         from flexgen_helm.planner.policy import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
+        from flexgen_helm.service.models import model_arguments
 
         states = read_object(file).get("request_states", ())
         if not states:
@@ -127,7 +128,7 @@ class PromptReader:
         name = str(states[0]["request"]["model"])
         if not name.startswith(PREFIX):
             raise UsageError(f"the prompts in {file} were made for {name}; plan reads those of models of flexgen/")
-        encoder = self._models.encoder(_arguments(name))
+        encoder = self._models.encoder(model_arguments(name, {}))
         requests = [_request(state["request"]) for state in states]
         # The ids are those of that model's vocabulary.
         config = replace(self._config, vocab_size=max(self._config.vocab_size, encoder.tokenizer.vocab_size))
@@ -143,7 +144,7 @@ class PromptReader:
 
         def workload(factor: float) -> Workload:
             lengths = [
-                (max(1, len(request.tokens)), _answer(request.request.max_tokens, factor * answer))
+                (max(1, len(request.tokens)), max(1, round(min(request.request.max_tokens, factor * answer))))
                 for request, answer in zip(encoded.distinct, answers)
                 for _ in range(request.num_completions)
             ]
@@ -154,16 +155,6 @@ class PromptReader:
             source += f"; {len(encoded.refused):,} are too long for the model"
         factors = (1 / ANSWER_FACTOR, 1.0, ANSWER_FACTOR, math.inf)
         return EntryWorkload(entry, "prompts", source, *map(workload, factors))
-
-
-def _answer(most: int, tokens: float) -> int:
-    return max(1, round(min(most, tokens)))
-
-
-def _arguments(name: str) -> Any:
-    from flexgen_helm.service.models import model_arguments
-
-    return model_arguments(name, {})
 
 
 def _request(asked: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
-from flexgen_helm.models.decoder_of import decoder_of
+from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger

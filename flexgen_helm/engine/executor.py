@@ -32,7 +32,8 @@ from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, stage_names
-from flexgen_helm.models.decoder import LayerDecoder, StageWeights
+from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier

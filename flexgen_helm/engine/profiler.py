@@ -32,7 +32,7 @@ from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
 from flexgen_helm.models.decoder import StageWeights
-from flexgen_helm.models.decoder_of import decoder_of
+from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.linear import tiled_linear
 from flexgen_helm.offload.staging import pages

@@ -372,12 +372,9 @@ class KVCache:
     def _open(self, block: CacheBlock) -> _BlockCache:
         cache = self._blocks.get(block)
         if cache is None:
-            cache = self._blocks[block] = self._new(block)
+            tier = self._choose_tier(block, self._storage_bytes(block))
+            cache = self._blocks[block] = self._claimed(block, tier, self._storage_bytes(block, tier))
         return cache
-
-    def _new(self, block: CacheBlock) -> _BlockCache:
-        tier = self._choose_tier(block, self._storage_bytes(block))
-        return self._claimed(block, tier, self._storage_bytes(block, tier))
 
     def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
         """Return the bytes of a block's storage; a file has whole pages."""

@@ -178,13 +178,12 @@ class QuantizedCodec(Codec):
         return flat.view(*selected.shape[:-1], self.dim)
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
-        keys, values = (self._round_trip(x, fmt) for x, fmt in zip((k, v), self._formats))
+        keys, values = (
+            x if fmt is None
+            else self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, len(x))).view(x.shape)
+            for x, fmt in zip((k, v), self._formats)
+        )  # fmt: skip
         return keys, values
-
-    def _round_trip(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
-        if fmt is None:
-            return x
-        return self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, x.shape[0])).view(x.shape)
 
     def _matrix_shape(self, fmt: GroupFormat | None, tokens: int) -> tuple[int, int]:
         """Rows and width of the matrix that is quantized: a row is a token's head, or a token with all its heads."""
@@ -266,7 +265,7 @@ class NewTokens:
     """One new token of each sequence of a block.
 
     units: of the storage, where a unit is a token; None where groups are stored.
-    window_slots, window_index: [B] each, where they go in the residual window, if there is one.
+    window_slots, window_index: where they go in the residual window, [B], if there is one.
     groups: that the tokens complete.
     """
 

@@ -173,34 +173,6 @@ def _empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torc
     return tuple(zeros(plane.memory_shape(slots, units), device, plane.dtype) for plane in specs)
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The stored units of a block that its next queries read.
-
-    counts: of each slot, from its first unit on.
-    room: units of a slot that are appended before they are read: 1, or 0 where nothing is.
-    """
-
-    counts: SequenceOf[int]
-    room: int
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.counts)
-
-    @property
-    def num_units(self) -> int:
-        return max(self.counts) + self.room
-
-
-def _stored_extent(block: CacheBlock, codec: Codec) -> Extent:
-    """Return what the next queries of a block's sequences read, or, of shared sequences, their readers do."""
-    is_shared = block.sequences[0].is_shared
-    room = 0 if codec.window_tokens or is_shared else 1
-    tokens = [seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in block.sequences]
-    return Extent([count // codec.group_tokens - room for count in tokens], room)
-
-
 # What a fetch brings: planes on the compute device, and those on the host.
 Fetched = tuple[Planes, Planes]
 
@@ -218,14 +190,22 @@ class FetchedStorage(Storage):
         self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
 
     @abstractmethod
-    def _fetch(self, layer: int, extent: Extent) -> tuple[int, Callable[[], Fetched]]:
-        """Return the bytes that a fetch takes on the compute device, and the fetch."""
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        """Return the bytes that a fetch takes on the compute device, and the fetch.
+
+        counts: units of each slot, from its first one on.
+        room: units of a slot that are appended before they are read.
+        """
 
     def prefetch(self, layer: int, *, ahead: bool = False) -> None:
-        extent = _stored_extent(self._block, self._codec)
-        if layer in self._fetches or not extent.num_units:
+        sequences, codec = self._block.sequences, self._codec
+        is_shared = sequences[0].is_shared  # then for its readers
+        room = 0 if codec.window_tokens or is_shared else 1
+        tokens = [seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences]
+        counts = [count // codec.group_tokens - room for count in tokens]
+        if layer in self._fetches or not max(counts) + room:
             return
-        num_bytes, fetch = self._fetch(layer, extent)
+        num_bytes, fetch = self._fetch(layer, counts, room)
         stores = tuple(self._stores.get(layer, ()))
 
         def after_stores() -> Fetched:
@@ -350,10 +330,10 @@ class HostStorage(FetchedStorage):
         self.finish_stores()
         return self._memory
 
-    def _fetch(self, layer: int, extent: Extent) -> tuple[int, Callable[[], Fetched]]:
-        codec, num_slots, units = self._codec, extent.num_slots, max(extent.counts)
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, num_slots, units = self._codec, len(counts), max(counts)
         stored = self._memory.read(layer)[: codec.num_fetched_planes]
-        if _WHOLE_SLOTS_FROM * self._memory.units <= extent.num_units:
+        if _WHOLE_SLOTS_FROM * self._memory.units <= units + room:
             whole = tuple(data[:num_slots] for data in stored)
             return total_bytes(whole), lambda: (self._to_device(whole), ())
 
@@ -362,14 +342,14 @@ class HostStorage(FetchedStorage):
             axes = [plane.unit_axis for plane in codec.planes]
             used = tuple(data[:num_slots].narrow(axis, 0, units) for axis, data in zip(axes, stored))
             arrived = self._to_device(used)
-            if not extent.room:
+            if not room:
                 return arrived, ()
-            wider = _empty_planes(codec.planes, num_slots, extent.num_units, self._tiers.device)
+            wider = _empty_planes(codec.planes, num_slots, units + room, self._tiers.device)
             for plane, new, old in zip(codec.planes, wider, arrived):
                 plane.by_unit(new)[:, :units] = plane.by_unit(old)
             return wider, ()
 
-        return num_slots * extent.num_units * codec.fetched_bytes, fetch
+        return num_slots * (units + room) * codec.fetched_bytes, fetch
 
     def close(self) -> None:
         self.cancel()
@@ -410,16 +390,16 @@ class DiskStorage(FetchedStorage):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def _fetch(self, layer: int, extent: Extent) -> tuple[int, Callable[[], Fetched]]:
-        codec, file_counts = self._codec, list(zip(self._slots, extent.counts))
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, num_units, file_counts = self._codec, max(counts) + room, list(zip(self._slots, counts))
 
         def fetch() -> Fetched:
-            on_host = _empty_planes(codec.planes, extent.num_slots, extent.num_units, _HOST)
+            on_host = _empty_planes(codec.planes, len(counts), num_units, _HOST)
             num_bytes = self._layout.read(self._file, layer, file_counts, on_host)
             self._tiers.stats.count_bytes("disk_to_cpu", "cache", num_bytes)
             return self._to_device(on_host[: codec.num_fetched_planes]), on_host
 
-        return extent.num_slots * extent.num_units * codec.unit_bytes, fetch
+        return len(counts) * num_units * codec.unit_bytes, fetch
 
     def close(self) -> None:
         self.cancel()
@@ -499,7 +479,7 @@ class PagedLayout:
 
     Every unit begins a page of its slot, because slots complete groups at different times:
 
-        | slot 0: unit, unit, … (a page each) | slot 1 … |
+        | slot 0: unit, unit, … (in whole pages) | slot 1 … |
     """
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:

@@ -121,12 +121,26 @@ def decode_parts(
     newest = {window: VisibleKeys(queries.mask(outside, ring, window)) for window in windows}
     parts = [DecodePart(everyone, 0, newest, ring, quantized)]
     on_host = [*zip(counts, starts, map(codec.num_stored, counts))]
-    if longest := max(num_stored for _, _, num_stored in on_host):
-        older = torch.arange(longest, device=device)
-        for first, end in _ranges(0, everyone.stop, _dequantized_at_once(longest * codec.token_elements)):
-            rows = slice(first, end)
-            visible = {w: _visible_older(queries[rows], older, w, codec, on_host[rows]) for w in windows}
-            parts.append(DecodePart(rows, longest // codec.group_tokens, visible, is_sparse=fmt.is_sparse))
+    longest = max(num_stored for _, _, num_stored in on_host)
+    older = torch.arange(longest, device=device)
+
+    def visible(rows: slice, window: Window | None) -> VisibleKeys:
+        """What some queries see of the stored keys."""
+        some, on_device = queries[rows], stored[rows]
+        mask = some.mask(older >= on_device[:, None], older, window)
+        seen = [max(0, count - _oldest_visible(position, window, start)) for position, start, count in on_host[rows]]
+        if window is not None:
+            on_device = (on_device - window.oldest(some.positions, some.starts).clamp_min(0)).clamp_min(0)
+        sees_none = None if min(seen) else on_device == 0
+        if not fmt.is_sparse:
+            return VisibleKeys(mask, sees_none)
+        selected = num_selected_tensor(on_device, fmt.value_share)
+        return VisibleKeys(mask, sees_none, selected, num_selected(max(seen), fmt.value_share))
+
+    for first, end in _ranges(0, everyone.stop if longest else 0, _dequantized_at_once(longest * codec.token_elements)):
+        rows = slice(first, end)
+        older_keys = {window: visible(rows, window) for window in windows}
+        parts.append(DecodePart(rows, longest // codec.group_tokens, older_keys, is_sparse=fmt.is_sparse))
     return tuple(parts)
 
 
@@ -134,24 +148,6 @@ def whole_part(block: CacheBlock) -> DecodePart:
     """Return all that the block's next queries see of a plain cache, without masks."""
     longest = max(sequence.num_computed for sequence in block.sequences)
     return DecodePart(slice(0, len(block.sequences)), longest + 1, {})
-
-
-def _visible_older(
-    queries: Queries, keys: Tensor, window: Window | None, codec: Codec, on_host: SequenceOf[tuple[int, int, int]]
-) -> VisibleKeys:
-    """What queries [B] see of the stored keys; on_host: of each its position, start, and number of stored keys."""
-    fmt = codec.cache_format
-    assert fmt is not None
-    stored = _whole_groups(queries.positions, fmt.residual_window, codec.group_tokens)
-    mask = queries.mask(keys >= stored[:, None], keys, window)
-    num_visible = [max(0, num_stored - _oldest_visible(count, window, start)) for count, start, num_stored in on_host]
-    if window is not None:
-        stored = (stored - window.oldest(queries.positions, queries.starts).clamp_min(0)).clamp_min(0)
-    sees_none = None if min(num_visible) else stored == 0
-    if not fmt.is_sparse:
-        return VisibleKeys(mask, sees_none)
-    selected = num_selected_tensor(stored, fmt.value_share)
-    return VisibleKeys(mask, sees_none, selected, num_selected(max(num_visible), fmt.value_share))
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +263,7 @@ def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) ->
 
 def _dequantized_at_once(elements: int) -> int:
     """Return how many keys and values of so many elements each are dequantized at once."""
-    return max(1, _DEQUANTIZED_ELEMENTS // (2 * elements))
+    return max(1, _DEQUANTIZED_ELEMENTS // max(1, 2 * elements))
 
 
 def _ranges(first: int, end: int, step: int) -> Iterator[tuple[int, int]]:

@@ -12,10 +12,9 @@ Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,17 +73,19 @@ def attend_causal(
 
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
-    tokens = len(q)
+    tokens, device = len(q), q.device
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     if window is None or window.oldest(tokens - 1, start) <= 0:
-        positions = torch.arange(tokens, device=q.device)
-        keys_values = k.transpose(0, 1), v.transpose(0, 1)
-        return _attend_rows(q, keys_values, config, (positions, positions), is_causal=True)
-    if window.is_chunked:
-        borders = [0, *range(window.tokens - start % window.tokens, tokens, window.tokens), tokens]
-        parts = (slice(*ends) for ends in pairwise(borders))
-        return _joined([attend_causal(q[part], k[part], v[part], config) for part in parts])
-    chunks = _window_chunks(tokens, window.tokens, q.device, q.dtype)
-    return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, chunks)
+        at = torch.arange(tokens, device=device)
+        return _attend_rows(q, (k, v), config, (at, at), is_causal=True)
+    parts = []
+    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
+        end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, window.oldest(first, start))
+        at, keys = torch.arange(first, end, device=device), torch.arange(oldest, end, device=device)
+        hidden = (keys > at[:, None]) | (keys < window.oldest(at, start)[:, None])
+        mask = additive_mask(hidden, mask_dtype(device, q.dtype))
+        parts.append(_attend_rows(q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask))
+    return _joined(parts)
 
 
 def _attend_rows(
@@ -259,23 +260,6 @@ def _without_hidden(out: Tensor, lse: Tensor, sees_none: Tensor | None) -> Parti
     if sees_none is None:
         return out, lse
     return out.masked_fill(sees_none[:, None, None], 0.0), lse.masked_fill(sees_none[:, None], -math.inf)
-
-
-def _window_chunks(tokens: int, window: int, device: torch.device, dtype: torch.dtype) -> Iterator[QueryChunk]:
-    """A causal window in chunks of queries, without the keys that no query of a chunk sees."""
-    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
-        end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, first - window + 1)
-        mask = _window_chunk_mask(end - first, first - oldest, window, device, mask_dtype(device, dtype))
-        positions = torch.arange(oldest, end, device=device)
-        yield QueryChunk(slice(first, end), slice(0, 0), slice(oldest, end), positions, mask)
-
-
-@lru_cache(maxsize=16)
-def _window_chunk_mask(queries: int, older: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask [t, older + t] of t queries over `older` keys and their own."""
-    keys = torch.arange(older + queries, device=device)
-    distance = keys[older:, None] - keys
-    return additive_mask((distance < 0) | (distance >= window), dtype)
 
 
 def attend(

@@ -6,16 +6,15 @@ costs no more memory or time than the checkpoint's own size.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flexgen_helm.models.architectures.fields import MAX_LAYERS
-from flexgen_helm.models.config import ModelConfig, MoEConfig
-from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # Many times what is published, and few enough to list their tensors in no time.
 MAX_EXPERTS = 4096
@@ -36,22 +35,17 @@ def check_config(config: ModelConfig) -> None:
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError("a layer's attention window is below one token")
     for rope in (config.rope, config.local_rope) if isinstance(config, DecoderConfig) else ():
-        if rope is not None:
-            _check_rope(rope, config.head_dim)
-    if config.experts is not None:
-        _check_experts(config.experts)
-
-
-def _check_rope(rope: RopeConfig, head_dim: int) -> None:
-    dim = head_dim if rope.dim is None else rope.dim
-    if not 0 < dim <= head_dim or dim % 2:
-        raise ValueError(f"the rotary embedding turns {dim} of {head_dim} elements of a head; they must be pairs of it")
-    if not (rope.theta > 0 and rope.factor > 0 and all(factor > 0 for factor in rope.factors)):
-        raise ValueError("the rotary embedding has a base or factor that is not positive")
-
-
-def _check_experts(experts: MoEConfig) -> None:
-    if not 1 <= experts.per_token <= experts.count <= MAX_EXPERTS or experts.ffn_size < 1:
+        if rope is None:
+            continue
+        dim = config.head_dim if rope.dim is None else rope.dim
+        if not 0 < dim <= config.head_dim or dim % 2:
+            raise ValueError(
+                f"the rotary embedding turns {dim} of {config.head_dim} elements of a head; they must be pairs of it"
+            )
+        if not all(number > 0 for number in (rope.theta, rope.factor, *rope.factors)):
+            raise ValueError("the rotary embedding has a base or factor that is not positive")
+    experts = config.experts
+    if experts is not None and not (1 <= experts.per_token <= experts.count <= MAX_EXPERTS and experts.ffn_size >= 1):
         raise ValueError(
             f"{experts.per_token} of {experts.count} experts of size {experts.ffn_size} cannot be used; at most "
             f"{MAX_EXPERTS:,} can be read"
@@ -60,45 +54,28 @@ def _check_experts(experts: MoEConfig) -> None:
 
 def _check_types(record: Any) -> None:
     """Compare each field with its annotation, those of records inside too; numbers must be finite and fit 64 bits."""
-    for name, hint in _hints(record.__class__).items():
-        value = getattr(record, name)
+    hints = _hints(record.__class__)
+    for field in fields(record):
+        name, value = field.name, getattr(record, field.name)
         if is_dataclass(value):
             _check_types(value)
             continue
-        if not _fits(value, hint):
-            kind = getattr(hint, "__name__", hint)
-            raise ValueError(f"{_title(name)} is {repr(value)[:80]}, where {kind} is expected")
-        if not all(math.isfinite(number) and abs(number) < _MAX_NUMBER for number in _numbers(value)):
+        try:
+            _adapter(hints[name]).validate_python(value)
+        except ValidationError:
+            kind = getattr(hints[name], "__name__", hints[name])
+            raise ValueError(f"{_title(name)} is {repr(value)[:80]}, where {kind} is expected") from None
+        numbers = [n for n in (value if isinstance(value, tuple) else (value,)) if isinstance(n, (int, float))]
+        if not all(abs(number) < _MAX_NUMBER for number in numbers):
             raise ValueError(f"{_title(name)} is {repr(value)[:80]}, which no model has")
 
 
+_hints = cache(get_type_hints)
+
+
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Compare a value with an annotation; an integer is a float too, and a bool is no number."""
-    kind, members = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return value in members
-    if kind in (Union, UnionType):
-        return any(_fits(value, member) for member in members)
-    if kind is tuple:
-        if not isinstance(value, tuple):
-            return False
-        members = members[:1] * len(value) if members[-1] is ... else members
-        return len(value) == len(members) and all(map(_fits, value, members))
-    return isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool)
-
-
-def _numbers(value: object) -> Iterator[float]:
-    if isinstance(value, (int, float)):
-        yield value
-    elif isinstance(value, tuple):
-        for member in value:
-            yield from _numbers(member)
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(strict=True))
 
 
 def _title(name: str) -> str:

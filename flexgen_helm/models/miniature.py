@@ -80,7 +80,7 @@ _WITHOUT_INFLUENCE = re.compile(
 def kind_text(content: Mapping[str, Any]) -> str:
     """Return what a `config.json` says besides sizes: two models of one kind compute by the same steps.
 
-    Numbers count as 0, 1, or others. Of what layers have each, the different ones count.
+    Numbers count as 0, 1, or larger. Of entries with a value for every layer, the different values count.
     """
     text = content.get("text_config")
     entries = {**content, **text} if isinstance(text, Mapping) else dict(content)
@@ -137,7 +137,7 @@ def _layer_kind(config: ModelConfig, layer: int) -> Any:
     assert isinstance(config, TransformersConfig)
     kind = config.modules.kind(layer)
     mixer = None if kind.mixer is None else replace(kind.mixer, states=(), width=0)
-    names = tuple(name for name, _ in (*kind.matrices, *kind.others))
+    names = tuple(name for name, _ in (*kind.matrices, *kind.resident))
     reads = any(layer in shared.readers for shared in config.modules.shared_keys)
     return *common, names, tuple(experts.path for experts in kind.experts), mixer, kind.attends, reads
 
@@ -151,11 +151,9 @@ def _layers_tried(full: Mapping[str, Any], count: int) -> Iterator[list[int]]:
     if lists and len(first) > 1:
         yield first
         yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
-    for number in _LAYER_COUNTS:
-        if number <= count:
+    for number in sorted({*_LAYER_COUNTS, count}):
+        if number <= min(count, _LAYER_COUNTS[-1]):
             yield list(range(number))
-    if count <= _LAYER_COUNTS[-1]:
-        yield list(range(count))
 
 
 def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:

@@ -235,7 +235,7 @@ class WeightFiles:
     def num_bytes(self) -> int:
         """Bytes of the files that are there."""
         paths = self._folder.glob("[!.]*")
-        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt"))
+        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt", ".json", ".lock"))
 
     def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
         """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless that was done."""
@@ -253,7 +253,7 @@ class WeightFiles:
             raise _offload_error(error, path, ALIGNMENT) from error
 
     def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> None:
-        """Write a matrix beside its place, then move it there."""
+        """Write a matrix under another name, then rename it."""
         part = path.with_name(path.name + ".part")
         for abandoned in self._folder.glob("*.part"):
             abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock

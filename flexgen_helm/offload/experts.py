@@ -80,7 +80,11 @@ class ExpertStreamer:
         self._wanted = deque(experts)
         self._stage_used_again = f"{stage}." if used_again else None
         for expert in experts:
-            self._note_use(expert)
+            if not self._uses_left:
+                self._uses = {known: count / 2 for known, count in self._uses.items()}
+                self._uses_left = _HALF_LIFE * max(1, len(self._uses))
+            self._uses_left -= 1
+            self._uses[expert] = self._uses.get(expert, 0.0) + 1
             if expert in self._loads:
                 self._loads[expert].is_guess = False
         self._load_wanted()
@@ -93,6 +97,7 @@ class ExpertStreamer:
         assert expert in self._wanted, f"{expert} was not asked for, or is used in another order"
         while self._wanted[0] != expert:
             self._give_up()
+        self._load_wanted()
         return self._tiers.wait(self._loads[expert].matrices, "weights", expert)[name]
 
     def finish(self) -> None:
@@ -112,17 +117,10 @@ class ExpertStreamer:
     def cancel(self) -> None:
         """Forget what was asked for; wait for loads under way. What slots hold stays."""
         self._end_guessing()
-        self._wanted.clear()
+        self.finish()
         self._stage_used_again = None
         for expert in [name for name, load in self._loads.items() if load.matrices.exception() is not None]:
             self._drop(expert)
-
-    def _note_use(self, expert: str) -> None:
-        if not self._uses_left:
-            self._uses = {known: count / 2 for known, count in self._uses.items()}
-            self._uses_left = _HALF_LIFE * max(1, len(self._uses))
-        self._uses_left -= 1
-        self._uses[expert] = self._uses.get(expert, 0.0) + 1
 
     def _load_wanted(self) -> None:
         """Begin to load wanted experts that no slot holds, as far as there is room."""
@@ -144,11 +142,11 @@ class ExpertStreamer:
     def _give_up(self) -> None:
         """Let the slot of the first wanted expert be reused."""
         expert = self._wanted.popleft()
-        load = self._loads[expert]
+        if (load := self._loads.get(expert)) is None:
+            return
         self._readers[load.slot] = self._tiers.launched()
         if load.matrices.done() and load.matrices.exception() is not None:
             self._drop(expert)
-        self._load_wanted()
 
     def _victim(self, unused: Sequence[str] = ()) -> str | None:
         """Return the expert whose slot is worth least, of equals the newest; None if all are wanted, or in `unused`."""
@@ -194,7 +192,12 @@ class ExpertStreamer:
             unused = [name for name, load in self._loads.items() if load.is_guess]
             if self._ends_guessing.is_set() or len(unused) >= max(1, int(GUESSED_SLOTS_SHARE * len(self._slots))):
                 return
-            if expert in self._loads or expert not in self._experts or not self._may_read([*unused, expert]):
+            if expert in self._loads or expert not in self._experts:
+                continue
+            # Wrong guesses stay within their share, even if this and all unused ones are wrong.
+            counts, guesses = self._tiers.stats.experts, [*unused, expert]
+            risk = counts.wasted_bytes + sum(self._experts[guess].num_bytes for guess in guesses)
+            if risk > GUESSED_WASTE_SHARE * counts.routed_bytes:
                 continue
             if not self._free:
                 victim = self._victim(unused)
@@ -208,9 +211,3 @@ class ExpertStreamer:
                 self._free.append(slot)  # read again, and reported, if it is used
                 raise
             self._loads[expert] = _Load(slot, loaded, is_guess=True)
-
-    def _may_read(self, guesses: Sequence[str]) -> bool:
-        """Return whether wrong guesses stay within their share, even if all unused ones are wrong."""
-        counts = self._tiers.stats.experts
-        risk = counts.wasted_bytes + sum(self._experts[expert].num_bytes for expert in guesses)
-        return risk <= GUESSED_WASTE_SHARE * counts.routed_bytes

@@ -312,13 +312,9 @@ class MatrixLoader:
         names = [name] if expert is None else self._experts[expert]
         offsets = [0, *accumulate(aligned(self.num_bytes(member)) for member in names)]
         files = self._weight_files(any(self.format_of(member) for member in names))
-        tiles = self._read("convert", chain.from_iterable(map(self._padded_tiles, names)))
+        padding = {member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)] for member in names}
+        tiles = self._read("convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names))
         return files.ensure(expert or name, offsets[-1], tiles), offsets[names.index(name)]
-
-    def _padded_tiles(self, name: str) -> Iterator[Tensor]:
-        """Yield a matrix as a weight file has it: in whole pages."""
-        yield from self._tiles(name)
-        yield torch.zeros(-self.num_bytes(name) % ALIGNMENT, dtype=torch.uint8)
 
     def _tiles(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format."""

@@ -1,14 +1,13 @@
-"""Page-aligned host memory, and the ring buffer that weights are staged in."""
+"""Page-aligned host memory, and the ledger of a tier's bytes."""
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
 from math import prod
 
 import numpy as np
@@ -61,83 +60,6 @@ class Pages:
         part = self._memory[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         return part.view(dtype).view(*shape)
-
-
-@dataclass(eq=False)
-class RingSlot:
-    """`size` bytes of the ring from `offset`, both aligned.
-
-    after: work that reads what was there before, and must be over when the slot is written.
-    readers: work that reads the slot.
-    """
-
-    offset: int
-    size: int
-    after: torch.cuda.Event | None = None
-    readers: torch.cuda.Event | None = None
-    released: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.size
-
-
-class StagingRing:
-    """A ring buffer whose slots are reused first in, first out; for one thread.
-
-    A slot that is released early is reused only after all older slots are released. Weights are released in order
-    anyway, because a pass uses them in order.
-
-        | free |  oldest … newest  | free |        acquire behind the newest, or from the start again
-    """
-
-    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
-        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates host memory."""
-        self.capacity = aligned(capacity)
-        self._memory = pages(self.capacity) if memory is None else memory
-        assert self._memory.numel() == self.capacity
-        self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
-        self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
-
-    def acquire(self, num_bytes: int) -> RingSlot | None:
-        """Take a slot of at least `num_bytes`; None while there is no room."""
-        size = aligned(num_bytes)
-        assert 0 < size <= self.capacity, f"a slot of {size} bytes in a ring of {self.capacity}"
-        while (offset := self._free_offset(size)) is None:
-            if not self._slots[0].released:
-                return None
-            # Only as many as are needed: the readers of the next are later ones.
-            self._readers = self._slots.popleft().readers
-        slot = RingSlot(offset, size, self._readers)
-        self._slots.append(slot)
-        return slot
-
-    def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
-        """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
-        assert not slot.released
-        slot.released = True
-        for free in takewhile(lambda slot: slot.released, self._slots):
-            free.readers = free.readers or readers
-
-    def memory(self, slot: RingSlot) -> Tensor:
-        """Return the slot's bytes [size]."""
-        return self._memory[slot.offset : slot.end]
-
-    @property
-    def in_use(self) -> int:
-        """Bytes that cannot be acquired yet."""
-        return sum(slot.size for slot in dropwhile(lambda slot: slot.released, self._slots))
-
-    def _free_offset(self, size: int) -> int | None:
-        """Return where `size` bytes are free behind the newest slot; None if there is no room."""
-        if not self._slots:
-            return 0
-        oldest, newest = self._slots[0], self._slots[-1]
-        if newest.offset < oldest.offset:  # wrapped: free between the newest and the oldest
-            return newest.end if newest.end + size <= oldest.offset else None
-        if newest.end + size <= self.capacity:
-            return newest.end
-        return 0 if size <= oldest.offset else None
 
 
 # The byte ledger of a tier: it records what is allocated, by kind, and enforces the tier's limit.

@@ -127,7 +127,7 @@ class CudaCopyEngine(CopyEngine):
     """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
 
     So the link is busy while one of several threads wakes. What is not pinned crosses it in pieces, through a buffer of
-    the copying thread, which is pinned unless the driver refuses.
+    the copying thread, unless the driver refuses to pin that too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class CudaCopyEngine(CopyEngine):
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         target = self.device_memory(source.shape, source.dtype) if target is None else target
-        if source.is_contiguous() and source.is_pinned():
+        if not self.pins or (source.is_contiguous() and source.is_pinned()):
             return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
             self._copy(self._buffer_like(piece).copy_(piece), arrived)
@@ -155,7 +155,7 @@ class CudaCopyEngine(CopyEngine):
         assert event is not None
         self._stream().wait_event(event)
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        if target.is_contiguous() and source.is_contiguous() and target.is_pinned():
+        if not self.pins or (target.is_contiguous() and source.is_contiguous() and target.is_pinned()):
             return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
             arrived.copy_(self._copy(piece, self._buffer_like(piece)))
@@ -418,7 +418,7 @@ class TransferManager:
         return self._directory
 
     def close(self) -> None:
-        """Wait for running transfers, cancel the others, and delete the files of this run; files of weights stay."""
+        """Wait for running transfers, cancel waiting ones, and delete the files of this run; those of weights stay."""
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()

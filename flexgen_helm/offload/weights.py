@@ -41,16 +41,17 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
+from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
     StagedMatrix,
     StageRows,
+    StagingRing,
     WeightPrefetcher,
     fits,
     staged_bytes,
 )
-from flexgen_helm.offload.staging import StagingRing, aligned, pages
+from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, UNLIMITED, Tier
 from flexgen_helm.planner.weight_placement import Placement
@@ -141,7 +142,10 @@ class TieredWeights:
                 if tier == tiers.compute_tier or len(shape) == 1:
                     self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
                 else:
-                    self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
+                    self._claim(tier, "weights", loader.num_bytes(name))
+                    matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
+                    fmt, expert = loader.format_of(name), expert_of(name)
+                    self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
             report(ProgressPhase("load", done=total, total=total))
             if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
@@ -155,7 +159,10 @@ class TieredWeights:
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
             self._stages = stage_names(self._config)
-            self._stage_experts = {stage: self._experts_of(stage) for stage in self._stages}
+            self._stage_experts: dict[str, list[str]] = {}  # by number
+            for stage in self._stages:
+                experts = {expert for name in stage_tensor_shapes(self._config, stage) if (expert := expert_of(name))}
+                self._stage_experts[stage] = sorted(experts, key=expert_number)
             self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
@@ -288,16 +295,6 @@ class TieredWeights:
         copy = column_major(copy) if is_multiplied and not is_table else copy
         return Weight(shape[0], shape[-1], None, copy, stored=stored)
 
-    def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
-        self._claim(tier, "weights", loader.num_bytes(name))
-        matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
-        return Weight(shape[0], shape[-1], loader.format_of(name), offloaded=matrix, expert=expert_of(name))
-
-    def _experts_of(self, stage: str) -> list[str]:
-        """Return the experts of a stage, by number."""
-        experts = {expert_of(name) for name in stage_tensor_shapes(self._config, stage)} - {None}
-        return sorted((expert for expert in experts if expert is not None), key=expert_number)
-
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         tiers, prefetcher = self._tiers, self._prefetcher
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
@@ -397,20 +394,16 @@ class _StageView(StageWeights):
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
             return tiled_linear(x, matrix, bias, fmt, out_size)
         assert self._staged_rows is not None
+        staged = self._staged_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
-        out: Tensor | None = None
-        for first_stripe, rows in self._staged_rows(name):
-            first = first_stripe * stripe_rows
-            count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
-            part = tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
-            if count == out_size:
-                out = part
-                continue
-            if out is None:
-                out = x.new_empty((x.shape[0], out_size))
-            out[:, first : first + count] = part
-        assert out is not None
-        return out
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for first_stripe, rows in staged:
+                first = first_stripe * stripe_rows
+                count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
+                yield first, tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
+
+        return joined(parts(), x, out_size)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]

@@ -324,31 +324,22 @@ class CacheSizes:
     window_bytes: of a sequence on the compute device: its full-precision residual window in all cached layers, and the
         states of layers that keep one.
     fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
-    host_attends: attention over cache blocks in host memory runs there, so that those blocks are not fetched.
     """
 
     bytes_per_token: int
     layer_bytes_per_token: int
     window_bytes: int = 0
     fill_tokens: int = 0
-    host_attends: bool = False
 
 
 def cache_sizes(
-    config: ModelConfig,
-    fmt: CacheFormat | None,
-    element_bytes: int,
-    *,
-    on_disk: bool,
-    host_attention: bool = False,
-    one_layer: bool = False,
+    config: ModelConfig, fmt: CacheFormat | None, element_bytes: int, *, on_disk: bool, one_layer: bool = False
 ) -> CacheSizes:
     """Compute the sizes of a cache.
 
     fmt: None for a cache in the compute dtype.
     element_bytes: of an element in the compute dtype.
     on_disk: part of the cache may be on the disk, where quantized groups start on a page.
-    host_attention: attention over a cache in host memory may run there; a quantized cache is always fetched.
     one_layer: only one layer is cached at a time (prefill-only).
     """
     layers = 1 if one_layer else config.num_cache_layers
@@ -356,7 +347,7 @@ def cache_sizes(
     states = state_bytes(config, one_layer)
     if fmt is None:
         fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
-        return CacheSizes(layers * plain, plain, states, fill, host_attention)
+        return CacheSizes(layers * plain, plain, states, fill)
     group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
     if on_disk:
         group = -(-group // ALIGNMENT) * ALIGNMENT

@@ -115,32 +115,26 @@ def planning_problem(
     workload: Workload,
     *,
     precision: str | Precision = "fp16",
-    storage_dtype: str = "float16",
     limits: MemoryLimits = MemoryLimits(),
-    counts_workspace: bool = False,
     **more: Any,
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
-    storage_dtype: of the checkpoint.
     limits: None for what the machine has, less a margin; of the disk all that is free.
-    counts_workspace: the limit of the gpu holds for computing, too.
-    more: fields of the problem.
+    more: fields of the problem, such as the checkpoint's `storage_dtype`.
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
     suffices = not overflows_float16(config.architecture)
-    half = hardware.gpu is not None and hardware.gpu.compute_dtype(storage_dtype, suffices) != "float32"
+    stored = more.get("storage_dtype", "float16")
+    half = hardware.gpu is not None and hardware.gpu.compute_dtype(stored, suffices) != "float32"
     named = precision_named(precision) if isinstance(precision, str) else precision
-    work = 2 if half else 4
-    problem = PlanningProblem(config, hardware, workload, named, work, {}, storage_dtype=storage_dtype, **more)
+    problem = PlanningProblem(config, hardware, workload, named, 2 if half else 4, {}, **more)
     bytes_by_tier: dict[Tier, float] = {}
     for tier in TIERS:
         limit = getattr(limits, tier)
         if limit is not None and limit < 0:
             raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
-        if limit is not None and tier == "gpu" and counts_workspace:
-            limit = problem.workspace.room_beside(limit)
         bytes_by_tier[tier] = float(problem.largest_limit(tier) if limit is None else limit)
     return replace(problem, limits=bytes_by_tier)
 

@@ -168,7 +168,7 @@ def evaluate(
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
-    latency_s = workload_seconds(problem, shape, costs, fractions, resident, reads)
+    latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
@@ -183,25 +183,15 @@ def evaluate(
     )
 
 
-def workload_seconds(
-    problem: PlanningProblem,
-    shape: BlockShape,
-    costs: BlockCosts,
-    fractions: Affine,
-    resident: bool,
-    reads: Mapping[Tier, WeightReads] | None = None,
-) -> float:
-    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless.
-
-    costs: of a block of `shape`.
-    """
+def workload_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> float:
+    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless."""
     block_s = sum(_phase_seconds(problem, costs, fractions))
     if problem.endless:
         return block_s
     full_blocks, rest = divmod(problem.workload.num_sequences, int(costs.sequences))
     if not rest:
         return full_blocks * block_s
-    last = block_costs(problem, shrunk(shape, rest), resident, reads)
+    last = block_costs(problem, shrunk(costs.shape, rest), costs.resident, costs.reads)
     return full_blocks * block_s + sum(_phase_seconds(problem, last, fractions))
 
 

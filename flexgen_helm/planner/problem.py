@@ -175,7 +175,7 @@ class PlanningProblem:
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
-    expert_skew: how unevenly tokens select experts (`planner.experts`); 0 where no run has counted.
+    expert_skew: how unevenly tokens select experts (`expected_experts`); 0 where no run has counted.
     storage_dtype: of weights in 16 bits.
     """
 

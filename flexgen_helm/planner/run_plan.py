@@ -174,7 +174,10 @@ class RunMemory:
         These are the layer in use and, where it has room, the next. A staged block has only so many sequences that
         there is room if all are longest.
         """
-        attended = (self._compute_tier, "cpu") if self.cache.host_attends else (self._compute_tier,)
+        machine, precision = self.placement.machine, self.placement.model.precision
+        # Attention over a plain cache in host memory runs there; a quantized one is fetched.
+        host_attends = machine.cpu_attention and machine.has_gpu and precision.cache is None
+        attended = (machine.compute_tier, "cpu") if host_attends else (machine.compute_tier,)
         if not any(share > 0 and tier not in attended for tier, share in self.placement.cache.items()):
             return BLOCK_SEQUENCES, 0
         share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
@@ -309,14 +312,14 @@ def plan_run(
     if placement.machine.has_gpu:
         free = {**free, "cpu": int(free["cpu"] / (1 + PINNED_EXCESS_SHARE))}
     if choices.policy is not None:
-        return _plan(placement, size, free, choices.policy, choices.schedule)
-    schedule = choices.schedule if solution is None else solution.schedule
-    attempts: list[tuple[Placement, Policy | None]] = [] if solution is None else [(placement, solution.policy)]
-    attempts += [(slower, None) for slower in _placements(placement)]
+        return _plan(placement, size, free, choices)
+    choices = replace(choices, schedule=choices.schedule if solution is None else solution.schedule)
+    attempts = [] if solution is None else [(placement, replace(choices, policy=solution.policy))]
+    attempts += [(slower, choices) for slower in _placements(placement)]
     error, best = None, None
-    for attempt, policy in attempts:
+    for attempt, chosen in attempts:
         try:
-            plan = _plan(attempt, size, free, policy, schedule, is_searched=policy is not None)
+            plan = _plan(attempt, size, free, chosen, is_searched=chosen.policy is not None)
         except MemoryLimitError as refused:
             error = error or refused
             continue
@@ -331,26 +334,19 @@ def plan_run(
 
 
 def _plan(
-    placement: Placement,
-    size: RunSize,
-    free: Mapping[Tier, int],
-    policy: Policy | None,
-    schedule: Schedule | None,
-    *,
-    is_searched: bool = False,
+    placement: Placement, size: RunSize, free: Mapping[Tier, int], choices: Choices, is_searched: bool = False
 ) -> RunPlan:
     """Plan a run for one placement. Raises `MemoryLimitError` where not even one sequence has room."""
-    machine, config = placement.machine, placement.model.config
+    machine, config, policy = placement.machine, placement.model.config, choices.policy
     if policy is not None:
         cache, hidden = (tier_fractions(policy, kind, machine.has_gpu) for kind in ("cache", "activations"))
         placement = replace(placement, cache=cache, activations=hidden)
-    schedule = schedule or (ZIGZAG if placement.streams_weights else ROW)
+    schedule = choices.schedule or (ZIGZAG if placement.streams_weights else ROW)
     sizes = cache_sizes(
         config,
         placement.model.precision.cache,
         machine.compute_bytes,
         on_disk=placement.cache["disk"] > 0,
-        host_attention=machine.cpu_attention and machine.has_gpu,
         one_layer=schedule.is_single_pass,
     )
     hidden_bytes = config.state_size * machine.compute_bytes

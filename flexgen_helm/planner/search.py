@@ -82,7 +82,6 @@ class Candidate:
     keeps_weights: rounding must not move them: all are on the compute tier, or they are loaded already.
     """
 
-    shape: BlockShape
     costs: BlockCosts
     keeps_weights: bool
     fractions: Affine
@@ -132,19 +131,19 @@ def _candidates(
     solved: list[Candidate] = []
     num_sequences = problem.workload.num_sequences
     for shape in _shapes(problem, schedules):
-        for resident, candidate in _solve(problem, shape, fixed):
+        for candidate in _solve(problem, shape, fixed):
             costs = candidate.costs
             block_s = candidate.seconds_per_sequence * costs.sequences
             if max_latency is not None and block_s > max_latency * (1 + _SLACK):
                 continue
             if not problem.endless and num_sequences % costs.sequences:  # the last block is smaller
-                total_s = workload_seconds(problem, shape, costs, candidate.fractions, resident)
+                total_s = workload_seconds(problem, costs, candidate.fractions)
                 candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
             solved.append(candidate)
     return sorted(
         solved,
         key=lambda found: (
-            _rank(found.seconds_per_sequence), found.shape.num_sequences, found.shape.num_gpu_batches
+            _rank(found.seconds_per_sequence), found.costs.shape.num_sequences, found.costs.shape.num_gpu_batches
         ),
     )  # fmt: skip
 
@@ -187,9 +186,7 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                     yield shape
 
 
-def _solve(
-    problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None
-) -> Iterator[tuple[bool, Candidate]]:
+def _solve(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None) -> Iterator[Candidate]:
     """Solve the programs of one block shape: with weights that are streamed, and with resident ones if there is room.
 
     fixed: a policy whose weights are loaded already.
@@ -208,7 +205,7 @@ def _solve(
         if (solved := _solved(problem, costs, bounds)) is not None:
             fractions, seconds = solved
             keeps_weights = resident or loaded is not None
-            yield resident, Candidate(shape, costs, keeps_weights, fractions, seconds / costs.sequences)
+            yield Candidate(costs, keeps_weights, fractions, seconds / costs.sequences)
 
 
 def _solved(problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds) -> tuple[Affine, float] | None:
@@ -276,7 +273,7 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
     If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of the weights, of the
     cache where no weights are left, and at last of the hidden states.
     """
-    fractions, shape = candidate.fractions.copy(), candidate.shape
+    fractions, shape = candidate.fractions.copy(), candidate.costs.shape
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
     for attempt in range(1, _ATTEMPTS + 1):
         # In hundredths of a percent, and no minus zero.
@@ -361,7 +358,7 @@ def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missin
         return replace(problem, limits={**problem.limits, **highest})
 
     def fits(changed: PlanningProblem) -> bool:
-        return any(_finish(changed, candidate) is not None for _, candidate in _solve(changed, shape))
+        return any(_finish(changed, candidate) is not None for candidate in _solve(changed, shape))
 
     suggestions = []
     # The tier that misses the most bytes first; they may fit another tier too.
@@ -400,7 +397,7 @@ def _least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine,
 
 def _quickest_seconds(problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None) -> float | None:
     """Return the seconds of the quickest block as it will be placed, the smallest one; None if not even that fits."""
-    found = (_finish(problem, candidate) for _, candidate in _solve(problem, _smallest_block(schedules), fixed))
+    found = (_finish(problem, candidate) for candidate in _solve(problem, _smallest_block(schedules), fixed))
     return min((solution.prediction.block_s for solution in found if solution is not None), default=None)
 
 

@@ -5,7 +5,7 @@ The rule of thumb:
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
   On a host matrices in 16 bits are then there as stored too: products of a few rows read those. Where those of many
   rows do so too, there are no copies.
-- Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
+- Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
@@ -222,12 +222,11 @@ _STORED_BYTES, _COMPUTE_DTYPES = 2, {"gpu": "float16", "cpu": "float32"}
 _BOUNDLESS = 1 << 62
 
 
+# Reads tensor sizes once; tunes of a model share them.
+_storage = cache(StorageSizes)
+
+
 @cache
-def _storage(config: ModelConfig, precision: Precision) -> StorageSizes:
-    """Read tensor sizes once; tunes of a model share them."""
-    return StorageSizes(config, precision)
-
-
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of all weights as stored."""
     storage = _storage(config, precision)
@@ -240,15 +239,28 @@ def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], f
     limits: bytes of each tier; 0 on a machine without a gpu.
     fetched_bytes: that a download takes of the disk first.
     """
-    compute_tier: Tier = "gpu" if limits["gpu"] else "cpu"
-    machine = Machine({**limits, "disk": _BOUNDLESS}, compute_tier, _COMPUTE_DTYPES[compute_tier])
-    try:
-        placement = place_weights(_storage(config, precision), machine)
-    except MemoryLimitError:
+    offloaded = _offloaded_bytes(config, precision, limits["gpu"], limits["cpu"])
+    if offloaded is None:
         return "too large for the memory"
-    on_disk = sum(placement.bytes_on("disk").values())
-    if on_disk + fetched_bytes > limits["disk"]:
+    if offloaded["disk"] + fetched_bytes > limits["disk"]:
         return "too large for the disk"
-    if on_disk:
+    if offloaded["disk"]:
         return "offloaded to disk"
-    return "in GPU memory" if limits["gpu"] and not placement.bytes_on("cpu") else "in memory"
+    return "in GPU memory" if limits["gpu"] and not offloaded["cpu"] else "in memory"
+
+
+@cache
+def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: int) -> dict[Tier, int] | None:
+    """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
+    compute_tier: Tier = "gpu" if gpu else "cpu"
+    storage = _storage(config, precision)
+    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
+    machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
+    # As `place_weights` decides; most models end here.
+    if sum(sizes.values()) + _least_bytes(storage, machine.compute_bytes) <= machine.compute_limit:
+        return {"cpu": 0, "disk": 0}
+    try:
+        placement = place_weights(storage, machine)
+    except MemoryLimitError:
+        return None
+    return {"cpu": sum(placement.bytes_on("cpu").values()), "disk": sum(placement.bytes_on("disk").values())}

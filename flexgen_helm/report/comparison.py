@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +21,7 @@ from flexgen_helm.report.scores import (
     RunScores,
     by_scenario,
     finite,
+    grouped,
     overlap_notes,
     precision_rank,
     read_finished_runs,
@@ -286,15 +286,14 @@ def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_
 
     Raises `UsageError` if there is no such model.
     """
-    return compare_runs(with_baseline(read_finished_runs(folder), baseline), folder, baseline, margin)
-
-
-def with_baseline(runs: Sequence[RunScores], baseline: str) -> Sequence[RunScores]:
-    """Return the runs; where the baseline is a model of theirs, all models are shown as precisions of it."""
-    if all(run.run.get("model") != baseline for run in runs):
-        return runs
-    changes = [{"model": baseline, "precision": run.run.get("model"), "origin": None} for run in runs]
-    return [replace(run, run={**run.run, **change}) for run, change in zip(runs, changes, strict=True)]
+    runs = read_finished_runs(folder)
+    models = [run.run.get("model") for run in runs]
+    if baseline in models:  # all models are shown as precisions of it
+        runs = [
+            replace(run, run={**run.run, "model": baseline, "precision": model, "origin": None})
+            for run, model in zip(runs, models, strict=True)
+        ]
+    return compare_runs(runs, folder, baseline, margin)
 
 
 def compare_runs(
@@ -306,8 +305,8 @@ def compare_runs(
         known = ", ".join([*PRECISIONS, *models])
         raise UsageError(f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}")
     runs = [run for run in finished if run.num_scored]
-    names = dict.fromkeys(run.model for run in runs)
-    compared = [_compare_model(name, [run for run in runs if run.model == name], baseline, margin) for name in names]
+    by_model = grouped(runs, lambda run: run.model)
+    compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
     if compared := [model for model in compared if model.comparisons]:
         return compared
     available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs))
@@ -344,8 +343,9 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
     notes: list[str] = []
     pairs: dict[tuple[str, str], RunPair] = {}
     compared: list[RunScores] = []
-    for entry, group in groupby(sorted(runs, key=lambda run: run.entry), key=lambda run: run.entry):
-        by_precision = {run.precision: run for run in sorted(group, key=lambda run: precision_rank(run.precision))}
+    ranked = sorted(runs, key=lambda run: (run.entry, precision_rank(run.precision)))
+    for entry, group in grouped(ranked, lambda run: run.entry).items():
+        by_precision = {run.precision: run for run in group}
         base = by_precision.get(baseline)
         if base is None or len(by_precision) == 1:
             notes.append(f"{entry} was run in {', '.join(by_precision)} only and is left out")
@@ -372,9 +372,7 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return notes on what keeps the speeds of precisions from being comparable."""
-    by_precision: dict[str, list[RunScores]] = {}
-    for run in runs:
-        by_precision.setdefault(run.precision, []).append(run)
+    by_precision = grouped(runs, lambda run: run.precision)
     instances = {
         precision: frozenset((run.entry, instance) for run in group for instance in run.instances.index)
         for precision, group in by_precision.items()

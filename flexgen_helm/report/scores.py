@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -314,11 +314,16 @@ def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
-    groups: dict[tuple[str, str, str], list[RunScores]] = {}
+def grouped(runs: Iterable[RunScores], key: Callable[[RunScores], Any]) -> dict[Any, list[RunScores]]:
+    """Return runs by a key, in the order in which keys first appear."""
+    groups: dict[Any, list[RunScores]] = {}
     for run in runs:
-        groups.setdefault((run.scenario, run.model, run.precision), []).append(run)
-    return list(groups.values())
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
+    return list(grouped(runs, lambda run: (run.scenario, run.model, run.precision)).values())
 
 
 def _are_disjoint(runs: Sequence[RunScores]) -> bool:
@@ -350,29 +355,27 @@ def reused_note(runs: Sequence[RunScores]) -> list[str]:
 
 def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
     """Add up the runs of each precision: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
-    totals: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        total = totals.setdefault(run.precision, {"precision": run.precision})
-        for name, value in {
-            "instances": run.num_scored,
-            "tokens": run.num_tokens,
-            "latency_s": run.latency_s,
-            "num_reused": run.num_reused,
-        }.items():
-            total[name] = total.get(name, 0) + value
-        total["tokens_per_s"] = total["tokens"] / total["latency_s"] if total["latency_s"] > 0 else 0.0
-    return list(totals.values())
+    totals = []
+    for precision, group in grouped(runs, lambda run: run.precision).items():
+        tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
+        totals.append(
+            {
+                "precision": precision,
+                "instances": sum(run.num_scored for run in group),
+                "tokens": tokens,
+                "latency_s": seconds,
+                "num_reused": sum(run.num_reused for run in group),
+                "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+            }
+        )
+    return totals
 
 
 def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return notes, without full stops, on prompts that differ between models, and on answers without room."""
-    models: dict[str, list[str]] = {}
-    for run in runs:
-        names = models.setdefault(run.prompts, []) if run.prompts else []
-        if run.typed_model not in names:
-            names.append(run.typed_model)
     notes = []
-    if len(models) > 1:
+    if len(by_way := grouped((run for run in runs if run.prompts), lambda run: run.prompts)) > 1:
+        models = {way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()}
         ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
         notes.append(f"Models differ in how prompts were sent: {ways}")
     for run in by_scenario(runs):

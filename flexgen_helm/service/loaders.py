@@ -21,7 +21,7 @@ class EngineLoader:
     def import_modules(self, model: ModelArguments) -> None:
         """Import what an engine of `model` needs, in the calling thread and under the import lock.
 
-        SciPy (which a search and metrics need) and `transformers` have modules that import each other: where
+        SciPy (which a search and metrics need) and `transformers` have modules that import one another; where
         two threads import them at once, one gets an unfinished module.
         """
         with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):

@@ -34,11 +34,6 @@ def test_names_are_offered_without_heavy_imports(line, offered):
     assert set(complete(line)) == set(offered)
 
 
-def test_zsh_shows_the_help_beside_the_name():
-    done = run_script(_FLEXGEN_HELM_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="flexgen-helm comp")
-    assert done.code == 0 and '"compare"' in done.out and not done.heavy
-
-
 def test_the_script_for_a_shell_is_shown():
     # The flag takes the shell's name where the shell is not detected.
     done = run_script("--show-completion", "fish", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")

@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from flexgen_helm import Engine, GenerationRequest, cli
+from flexgen_helm import cli
 from flexgen_helm.engine.divergence import ComparedPrompts
-from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.plugin import run_answers
 from tests.helpers.suites import accuracies, write_run
 
@@ -73,11 +71,3 @@ def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monke
     assert "  3 tokens, exact" in shown.out
     compared["answered"] = compared["silent"]
     assert cli.main(argv) == 2 and "no answer of small in " in capsys.readouterr().err
-
-
-def test_other_ranks_keep_their_logits(tiny):
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        engine._pipeline.rank = Rank(0, 2, 0, 2)
-        with pytest.raises(UsageError, match="the model is on 2 ranks; take one process"):
-            engine.run([GenerationRequest(prompt_token_ids=[5, 6])], on_logits=lambda tokens, logits: None)
-        engine._pipeline.rank = Rank(0, 1, 0, 1)

@@ -61,7 +61,9 @@ def test_doctor_names_releases_that_no_test_has_seen(release, status, monkeypatc
     monkeypatch.setattr(module.metadata, "version", lambda name: release if name == "transformers" else own(name))
     monkeypatch.setattr(
         "flexgen_helm.engine.proof.proved_table",
-        lambda: {"tested": {"transformers": ["5.20.0", "5.23.0"], "torch": [module._base_version("torch")]}},
+        lambda: {
+            "tested": {"transformers": ["5.20.0", "5.23.0"], "torch": [module._installed("torch").partition("+")[0]]}
+        },
     )
     finding = module._tested()
     assert finding.status == status and release.partition("+")[0] in finding.found

@@ -12,7 +12,6 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.cli.perplexity import windows
 from flexgen_helm.engine.engine import Engine
-from flexgen_helm.errors import Interrupted
 from tests.helpers.chat_models import add_template
 
 
@@ -68,7 +67,7 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
     assert captured.out == "" and "7 of 10 requests failed" in captured.err
 
 
-def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, monkeypatch, capsys):
+def test_generate_renders_chats(tiny, tmp_path, capsys):
     folder = add_template(tiny("llama").path, tmp_path / "model")
     content = "the quick"
     parts = [{"type": "text", "text": content}]
@@ -94,25 +93,6 @@ def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, m
     assert cli.main([*command, "--chat-template", "auto"]) == 1
     assert read_lines(out)[0]["prompt_token_ids"] == rendered
     assert "go through its chat template (auto: the tokenizer has one)" in capsys.readouterr().err
-
-    # Lines of an interrupted call are taken over under its own settings only.
-    asked.write_text("\n".join(asked.read_text().splitlines()[:2]))
-    whole, asked_for = Engine.run, []
-
-    def stop_after_one(self, requests, *, on_result):
-        asked_for.append(len(requests))
-        whole(self, requests[:1], on_result=on_result)
-        raise Interrupted("interrupted")
-
-    monkeypatch.setattr(Engine, "run", stop_after_one)
-    for settings in (
-        [],
-        ["--chat-template", "auto"],
-        ["--chat-template", "auto", "--chat-template-kwargs", '{"a": 1}'],
-    ):
-        assert cli.main([*command, *settings]) == 130
-    assert asked_for == [2, 2, 2]
-    assert cli.main([*command, "--chat-template", "auto"]) == 130 and asked_for[-1] == 1
 
 
 def test_generate_reads_stdin_and_writes_stdout(tiny, monkeypatch, capsys):

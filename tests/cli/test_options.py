@@ -101,15 +101,6 @@ def test_a_size_as_flags_take_it_is_exact(num_bytes):
     assert parse_size(size_argument(num_bytes)) == num_bytes
 
 
-@given(st.integers(1, 2000), st.integers(1, 50), st.lists(st.integers(0, 10000), min_size=6, max_size=6))
-def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
-    gpu, cpu = parts[:3], [min(part, 10000 - other) for other, part in zip(parts[:3], parts[3:])]
-    policy = Policy(batch, batches, *(share / 10000 for pair in zip(gpu, cpu) for share in pair))
-    parsed = Policy.parse(str(policy))
-    assert (parsed.gpu_batch_size, parsed.num_gpu_batches) == (batch, batches)
-    assert parsed.fractions == pytest.approx(policy.fractions, abs=1e-12)
-
-
 def test_a_duration_has_two_units_that_people_can_picture():
     assert [spelled_duration(seconds) for seconds in (4.21, 559, 2_010_120)] == ["4.21 s", "9 min 19 s", "23 d 6 h"]
 

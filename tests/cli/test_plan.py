@@ -212,7 +212,6 @@ def options_passed(command, monkeypatch):
 @pytest.mark.parametrize(
     "flags, limits",
     [
-        (("--num-seqs", "50", "--cpu-memory", "60GiB"), MemoryLimits(cpu=60 << 30)),
         (("--precision", "4bit", "--gpu-memory", "9GB", "--no-overlap"), MemoryLimits(gpu=9 * 10**9)),
         (("--max-latency", "400", "--no-cpu-attention"), None),
     ],

@@ -127,7 +127,8 @@ EXAMPLES = "".join(f"Question: what is {number} times {number}?\nAnswer: {number
 
 def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr(suite_lengths, "_arguments", lambda name: ModelArguments(name, str(model.path)))
+    arguments = "flexgen_helm.service.models.model_arguments"
+    monkeypatch.setattr(arguments, lambda name, options: ModelArguments(name, str(model.path)))
     prompts = [f"{EXAMPLES}Question: is {word} a word?\nAnswer:" for word in ("apple", "ribbon", "zeal")]
     states = [state(prompt, "yes, it is") for prompt in prompts]
     file = write_run(tmp_path, "gsm:model=flexgen_some", states)
@@ -187,10 +188,8 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
         (("-r", "mmlv:subject=a"), "the scenario 'mmlv' is not known; did you mean mmlu?"),
         (("-r", "bbq:subject=all"), "the lengths of 'bbq:subject=all' are not known; make its prompts with"),
         (("-c", "nope.conf"), "-c nope.conf: there is no such file; shipped are runs/accuracy.conf"),
-        (("-c", "README.md"), "-c README.md has no run entries"),
         (("-r", "gsm", "--suite", "nope"), "there is no suite in benchmark_output/runs/nope; make its prompts"),
         (("-r", "gsm", "--gen-len", "3"), "run entries have their own lengths"),
-        (("-r", "gsm", "--policy", "1x1,0,100,0,100,0,100"), "leave --policy out"),
         (("-m", "5"), "-m and --suite are for run entries; add -c FILE or -r ENTRY"),
         (("-r", "gsm", "--from-csv", "x.csv"), "--from-csv says for each row what to evaluate"),
     ],
@@ -199,8 +198,3 @@ def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert cli.main(["plan", "--model", "opt-30b", "--hardware", "t4", *words]) != 0
     assert refusal in capsys.readouterr().err
-
-
-def test_a_plan_of_entries_needs_a_model(capsys):
-    assert cli.main(["plan", "-r", "gsm:model=flexgen/opt-30b", "--hardware", "t4"]) != 0
-    assert "plan needs --model; the models that the run entries name are not read" in capsys.readouterr().err

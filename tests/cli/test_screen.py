@@ -9,10 +9,8 @@ import pytest
 
 from flexgen_helm.progress import (
     Event,
-    Message,
     ProgressPhase,
     observed_by,
-    report,
     watched,
 )
 from tests.helpers.forks import python
@@ -95,14 +93,6 @@ def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bo
     assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
     assert "the machine is busy" in done.stderr
     assert not any(text in done.stderr for text in NOISE)
-
-
-def test_a_message_that_nobody_observes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    report(Message("the disk is slow"))
-    assert caplog.messages == ["the disk is slow"]
-    with observed_by(lambda event: None):
-        report(Message("seen"))
-    assert caplog.messages == ["the disk is slow"]
 
 
 def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:

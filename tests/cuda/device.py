@@ -845,26 +845,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
             return _thread.allocate_lock() if counts else TrackedLock(ordering, _thread.allocate_lock())
 
-        is_set, set_event = threading.Event.is_set, threading.Event.set
-
-        def own_lock(event: threading.Event) -> Any:
-            found = event._cond._lock  # type: ignore[attr-defined]
-            return found if isinstance(found, TrackedLock) else None
-
-        def seen(self: threading.Event) -> bool:  # it takes no lock, and yet what was set before is there
-            if not is_set(self):
-                return False
-            if (found := own_lock(self)) is not None:
-                found._join()
-            return True
-
-        def announced(self: threading.Event) -> None:
-            if (found := own_lock(self)) is not None:
-                found._leave()
-            set_event(self)
-
-        patch.setattr(threading.Event, "is_set", seen)
-        patch.setattr(threading.Event, "set", announced)
         patch.setattr(threading, "Lock", lock)
         patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
 
@@ -914,7 +894,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        kept = [attention.device_kernel, attention._window_chunk_mask]
+        kept = [attention.device_kernel]
         kept.append(cuda_graphs._capture_stream)
         if is_tried:  # a child process has no such device
             patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)

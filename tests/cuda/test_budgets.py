@@ -61,9 +61,9 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, place
         results, _ = run(tiny("mixtral").path, requests(4, new=3), torch.float16, **settings)
     device.check()
     layers = tiny("mixtral").reference.config.num_hidden_layers
-    waits = [place for place in costs.waits if not place.startswith("offload/experts.py")]
+    waits = [line for line in costs.waits if not line.startswith("offload/experts.py")]
     assert len(waits) <= costs.batches * (1 + layers), Counter(waits)
-    assert {place.split(":")[0] for place in waits} <= {"engine/executor.py", "models/routing.py"}, waits
+    assert {line.split(":")[0] for line in waits} <= {"engine/executor.py", "models/routing.py"}, waits
     assert bool(guesses) == (placement != "resident") and threading.get_ident() not in guesses
     assert not costs.pageable
     assert_close(tiny("mixtral"), results, torch.float16)
@@ -115,7 +115,7 @@ def test_launches_of_a_decode_step(tiny, monkeypatch, variant, precision):
             )  # fmt: skip
         check(costs)
         counts.append(min(costs.layers))
-        assert min(costs.others) <= OTHERS
+        assert min(costs.beside) <= OTHERS
     assert tuple(counts) == LAUNCHES[variant, precision]
 
 

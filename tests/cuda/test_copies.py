@@ -33,7 +33,7 @@ def test_resident_weights_cross_through_a_pinned_buffer(tiny, tmp_path, cuda_dev
     """Whole matrices in new memory would cost as much time as reading them."""
     settings = dict(device="cuda", precision=precision, limits=LIMITS, offload_dir=tmp_path)
     with Engine.from_pretrained(tiny("llama").path, **settings):
-        assert not [place for place in cuda_device.pageable_copies if place.startswith("offload/")]
+        assert not [line for line in cuda_device.pageable_copies if line.startswith("offload/")]
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_it_counts_by_source_line(device):
     device.reset()
     engine.to_device(torch.ones(4))
     for counter in (device.kernels, device.allocations, device.syncs):
-        assert counter and all(place.startswith("offload/transfer_manager.py:") for place in counter)
+        assert counter and all(line.startswith("offload/transfer_manager.py:") for line in counter)
 
 
 def test_memory_runs_out_where_it_is_told_to(device):

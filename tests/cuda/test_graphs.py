@@ -191,16 +191,6 @@ def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_pat
         assert_close(tiny("opt"), results, torch.float16)
 
 
-def test_a_pool_beyond_its_bound_is_claimed_too(tiny, monkeypatch):
-    monkeypatch.setattr("flexgen_helm.planner.workspace.GRAPH_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    with cuda_in_host_memory(), Engine.from_pretrained(tiny("opt").path, device="cuda", limits=ROOMY) as engine:
-        claimed = engine.ledger.by_kind()["graphs"]
-        engine._graphs._pool_bytes = 0
-        engine.run(requests(3, new=3))
-        assert engine.ledger.by_kind()["graphs"] > claimed
-
-
 @pytest.mark.parametrize("limits", [MemoryLimits(gpu=64 * MIB), ROOMY])
 def test_without_room_or_by_request_there_are_no_graphs(tiny, limits):
     settings = {"cuda_graphs": False} if limits is ROOMY else {"limits": limits}

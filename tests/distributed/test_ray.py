@@ -15,7 +15,7 @@ from flexgen_helm.distributed import ray_cluster
 from flexgen_helm.distributed.engine import ClusterEngine
 from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession, worker_slots
 from flexgen_helm.distributed.worker import ModelToLoad
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.request import GenerationResult
 from tests.helpers.tiny_models import TinyModel
 
@@ -108,6 +108,9 @@ def test_two_workers_answer_as_one_process_though_one_hangs_and_the_next_dies(
         assert engine.last_run["workload"]["output_tokens"] == NUM_REQUESTS * 32
 
         assert random.getstate() == state
+        seen.clear()
+        with pytest.raises(Interrupted):
+            engine.run(requests, on_result=on_result, should_stop=lambda: len(seen) > 5)
         same(engine.run(requests[:40]), expected[:40])  # the next run of the same engine, with who is left
     finally:
         engine.close()

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
@@ -24,7 +24,7 @@ from flexgen_helm.quant import precisions
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
-from tests.helpers.offload import MIB, offloaded, policies
+from tests.helpers.offload import MIB, offloaded
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import prompts
 
@@ -201,30 +201,6 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
         with Engine.from_pretrained(tiny(variant).path) as engine:
             mean, _ = differences(requests, results, engine.run(rescored(requests, results)))
             assert mean > 5 * MEAN  # another view is noticed
-
-
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag"]),
-    device=st.sampled_from(["cpu", "sim"]),
-    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom"]),
-    name=st.sampled_from(list(FORMATS)),
-    overlap=st.booleans(),
-    home=st.sampled_from([8, 64]),
-)
-def test_any_placement_sees_the_same(tiny, tmp_path, policy, schedule, device, variant, name, overlap, home):
-    requests = asked(1, most=20)
-    limits = MemoryLimits(gpu=home * MIB, cpu=64 * MIB, disk=256 * MIB)
-    options = dict(schedule=schedule, device=device, limits=limits, precision=name, overlap=overlap)
-    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
-        results = engine.run(requests)
-        cache = engine.last_run["achieved_placement"]["cache"]
-        assert sum(cache.values()) == pytest.approx(1.0)
-    with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
-        scored = engine.run(rescored(requests, results))
-    assert_same(requests, results, scored)
 
 
 def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def assert_idle(engine) -> None:
 
 
 # Where memory runs out: between items, in the layers' or the head's products, and in threads that load.
-PLACES = {
+FAULTS = {
     "an item": (Executor, "_compute", 60),
     "the end of an item": (Executor, "_compute", 60),
     "a product": (weights, "tiled_linear", 300),
@@ -75,7 +75,7 @@ PLACES = {
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    place=st.sampled_from(list(PLACES)),
+    fault=st.sampled_from(list(FAULTS)),
     share=st.floats(0, 1),
     kind=st.sampled_from(list(NO_MEMORY)),
     schedule=st.sampled_from(["zigzag", "row"]),
@@ -83,11 +83,11 @@ PLACES = {
     overlap=st.booleans(),
 )
 def test_a_batch_for_which_memory_runs_out_is_halved(
-    tiny, expected, tmp_path, place, share, kind, schedule, policy, overlap
+    tiny, expected, tmp_path, fault, share, kind, schedule, policy, overlap
 ):
-    owner, name, calls = PLACES[place]
+    owner, name, calls = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch, offloaded(tiny, tmp_path, schedule, policy, overlap=overlap) as engine:
-        once = replaced(patch, owner, name, int(share * calls), NO_MEMORY[kind], place.startswith("the end"))
+        once = replaced(patch, owner, name, int(share * calls), NO_MEMORY[kind], fault.startswith("the end"))
         try:
             results = engine.run(workload())
         except MemoryLimitError as error:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.offload.prefetcher import StagedMatrix, WeightPrefetcher
-from flexgen_helm.offload.staging import ALIGNMENT, StagingRing
+from flexgen_helm.offload.prefetcher import StagedMatrix, StagingRing, WeightPrefetcher
+from flexgen_helm.offload.staging import ALIGNMENT
 from tests.helpers.offload import tiers_of, within
 
 

@@ -10,12 +10,10 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.device import simulated_disk
-from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from flexgen_helm.offload.transfer_stats import RateLimit
-from flexgen_helm.planner.plan import simulated_gpu
 from tests.helpers.threads import in_thread
 
 SIZE = 16 * ALIGNMENT
@@ -62,13 +60,6 @@ def test_a_transfer_that_fails_holds_nothing_up():
         raise OSError("broken")
     with limit.transfer(0):
         pass
-
-
-def test_a_simulated_disk_is_planned_with_and_is_never_faster_than_the_machines():
-    laptop = load_profile("laptop")
-    machine = simulated_gpu(laptop, None, (0.25, 1e6))
-    assert machine.disk.read_bytes_s == 0.25e9 and machine.disk.write_bytes_s == laptop.disk.write_bytes_s
-    assert simulated_gpu(laptop, None).disk == laptop.disk
 
 
 def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, tmp_path):

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.offload.staging import ALIGNMENT, RingSlot, StagingRing, aligned
+from flexgen_helm.offload.prefetcher import RingSlot, StagingRing
+from flexgen_helm.offload.staging import ALIGNMENT, aligned
 
 
 def has_room(used: list[RingSlot], size: int, capacity: int) -> bool:

@@ -131,15 +131,6 @@ def test_every_scored_token_passes_the_head():
     assert more == pytest.approx(head, rel=0.01)
 
 
-def test_data_sets_take_as_many_blocks_as_they_need():
-    policy = Policy(10, 2, 0.2, 0.8, 0, 1, 0, 1)
-    block, two, more = (predict(flexgen(count=q, endless=False), policy, ZIGZAG) for q in (20, 40, 45))
-    assert two.latency_s == pytest.approx(2 * block.latency_s)
-    assert two.latency_s < more.latency_s < 3 * block.latency_s
-    few = predict(flexgen(count=4, endless=False), policy, ZIGZAG)
-    assert few.latency_s < block.latency_s
-
-
 def test_stages_share_the_layers_and_prefill_waits_for_the_pipeline():
     policy = Policy(16, 4, 0, 1, 0, 1, 0, 1)
     one, four = (predict(flexgen(stages=stages), policy, ZIGZAG, rounded=False) for stages in (1, 4))

@@ -139,20 +139,6 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
             assert best.prediction.latency_s <= 1.03 * other.latency_s, policy
 
 
-@given(problems)
-@settings(max_examples=share_of(15, 3), deadline=None, derandomize=True)
-@example(("mixtral-8x7b-v0.1", "t4", (1500, 2, 5), "fp16"))
-@example(("llama-3.1-8b", "t4", (100, 8, 5), "fp16"))  # 3x2 counted six
-def test_fewer_sequences_are_never_slower(drawn):
-    model, machine, (prompt, output, count), precision = drawn
-    fewer, more = (
-        found_or_none(problem_of(model, machine, (prompt, output, number), precision=precision))
-        for number in (count, count + 1)
-    )
-    assume(fewer is not None and more is not None)
-    assert fewer.prediction.latency_s <= more.prediction.latency_s * 1.03, (fewer, more)
-
-
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))
 @settings(max_examples=share_of(25, 4), deadline=None, derandomize=True)
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "read")

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import pytest
 
-from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.models.config import tensor_shapes
-from flexgen_helm.planner import workspace
-from flexgen_helm.planner.placement import ACTIVATIONS_SHARE, MAX_PENDING_STORE_BYTES, CacheSizes, Machine, StorageSizes
-from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
+from flexgen_helm.planner.placement import ACTIVATIONS_SHARE, CacheSizes, Machine, StorageSizes
+from flexgen_helm.planner.policy import ZIGZAG, Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.run_plan import RunMemory, RunSize
 from flexgen_helm.planner.weight_placement import Placement
-from flexgen_helm.planner.workspace import Workspace
 from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small
 
@@ -28,7 +21,8 @@ ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 
 def limits(policy, plan, host_attends=True, schedule=ZIGZAG, free=FREE, window_bytes=0, asked=ASKED):
-    cache = CacheSizes(1200, 100, window_bytes, host_attends=host_attends)
+    cache, machine = CacheSizes(1200, 100, window_bytes), replace(plan.machine, cpu_attention=host_attends)
+    plan = replace(plan, machine=machine)
     return RunMemory(plan, policy, schedule, asked, free, cache, hidden_bytes=500).limits()
 
 
@@ -77,18 +71,3 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
     found = [predict(each, policy, ZIGZAG).memory["gpu"].peak for each in (problem, bound)]
     assert found[1] - found[0] >= 0.9 * (tokens - rows) * problem.config.hidden_size * problem.compute_bytes
-
-
-@pytest.mark.parametrize("precision, dtype, converts", [("fp16", "float16", 0), ("4bit", "float16", 1)])
-def test_only_weights_of_another_dtype_are_brought_to_the_compute_dtype(precision, dtype, converts):
-    """Llama-8B in 16 bits on a T4 needs no tile: its largest matrix, which half of a gigabyte bounds, was counted."""
-    machine = load_profile("t4")
-    problem = planning_problem(
-        planning_problems.config("llama-3.1-8b"), machine, Workload.uniform(512, 32, 8), precision=precision,
-        storage_dtype=dtype,
-    )  # fmt: skip
-    tile = 2 * workspace.upcast_elements(max(prod(s) for s in tensor_shapes(problem.config).values()), True)
-    own = Workspace(problem.config, 2, "gpu", problem.precision.cache, converts=False)
-    shape = BlockShape(4, 2, ZIGZAG)
-    bare = max(own.layer(2048, 512, 0), own.layer(4, 1, 4 * 544)) + 4 * MAX_PENDING_STORE_BYTES
-    assert problem.workspace_bytes(shape, 8) == bare + converts * tile

@@ -50,11 +50,8 @@ def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(p
     assert made.limit_s > made.total.high > made.total.seconds > made.total.low
 
 
-@pytest.mark.parametrize("name, machine", [("opt-30b", "t4"), ("llama-3.1-8b-instruct", "rtx3090")])
-def test_no_suite_is_slower_than_its_scenarios_one_after_another(name, machine):
+def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
     """Few sequences of thousands of tokens, which leave room for few at once, beside many short ones."""
-    config, dtype = read_model_config(name)
-    problem = planning_problem(config, load_profile(machine), Workload.uniform(1, 1, 1), storage_dtype=dtype)
     entries = [entry("long", *[(1900, 10, 100)] * 4), entry("short", *[(100, 64, 1000)] * 4)]
     planned = plan_suite(problem, entries, compare=True)
     assert not planned.is_one_run and planned.as_one.seconds > planned.one_by_one.seconds

@@ -39,7 +39,7 @@ from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.plugin.convert import to_generation_request
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import ResponseCache, ResponseCacheError, response_cache_path
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from tests.helpers.fake_engine import MAX_POSITIONS, FakeTokenizer
 from tests.helpers.hostile import Violation, contained
 from tests.helpers.offload import offloaded, workload
@@ -313,7 +313,7 @@ def test_14_a_process_that_it_started_would_be_noticed(tmp_path: Path) -> None:
 # A parent that starts a child, says its pid, and waits.
 PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
 CHILD = "import time; {guard}; open({file!r}, 'w').close(); time.sleep(60)"
-GUARD = "from flexgen_helm.cli.ranks import end_with_parent; end_with_parent()"
+GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
 
 
 @pytest.mark.parametrize("guarded", [True, False])

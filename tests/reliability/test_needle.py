@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.engine import attention_metadata
-from flexgen_helm.errors import OffloadError
 from flexgen_helm.offload import disk, transfer_manager
 from flexgen_helm.quant import precisions
-from tests.helpers.faults import replaced
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
 from tests.helpers.shares import share_of
@@ -131,25 +129,6 @@ def test_the_needle_keeps_its_answer(
     tiny: Any, tmp_path: Path, alone: Any, precision: str, asked: Any, plan: Any
 ) -> None:
     find(tmp_path, alone, asked, tiny=tiny, variant="llama", precision=precision, **plan)
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(plan=plans, at=st.integers(0, 60), asked=st.builds(haystack, company, st.just(3)))
-def test_a_transfer_that_fails_ends_the_run_and_leaves_nothing_wrong(
-    tiny: Any, tmp_path: Path, alone: Any, plan: Any, at: int, asked: Any
-) -> None:
-    """The run ends with the disk's error or does not notice it; the engine's next run has the needle's answer."""
-    requests, where = asked
-    with offloaded(tiny, "llama", tmp_path, **plan) as engine:
-        with pytest.MonkeyPatch.context() as patch:
-            once = replaced(patch, disk.DirectFile, "_transfer", at, lambda: OffloadError("the disk is gone"))
-            try:
-                results = engine.run(requests)
-            except OffloadError:
-                assert once.raised
-            else:
-                assert_same([results[where]], [alone["fp16"]])
-        assert_same([engine.run(requests)[where]], [alone["fp16"]])
 
 
 def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: Any) -> None:

@@ -75,14 +75,6 @@ def test_an_unquantized_cache_has_the_compute_type_of_the_runs(tmp_path, dtype, 
     assert f"and {size:.2f} per element of the KV cache, fp16 has 2.00 and {size:.2f}" in found.text
 
 
-def test_what_is_not_cheaper_is_not_taken(tmp_path):
-    write_suite(tmp_path, {"4bit": 0}, seconds={"fp16": 2.0, "4bit": 2.0})
-    found = choose(tmp_path)
-    assert found.precision == "fp16"
-    assert found.text == "stay with fp16: no other precision is cheaper by time"
-    assert choose(tmp_path, "memory").precision == "4bit"
-
-
 def test_too_few_instances_are_said_with_the_number_that_would_decide(tmp_path):
     write_suite(tmp_path, {"4bit": 0, "4bit-s": 50}, count=200)
     found = choose(tmp_path)

@@ -23,11 +23,6 @@ from tests.helpers.suites import accuracies, write_run
 from tests.helpers.terminal import run_in_terminal
 
 
-def rows(model):
-    tables = comparison_tables(model, model.comparisons, interval_scales(model.comparisons))
-    return [(table.title, *row) for table in tables for row in table.cells.itertuples(index=False, name=None)]
-
-
 def speed_rows(model):
     return list(speeds_table(model.speeds).cells.itertuples(index=False, name=None))
 
@@ -131,23 +126,6 @@ def test_only_shared_instances_are_compared_and_the_others_noted(tmp_path):
     assert any("2 instances" in note and "fp16" in note for note in model.notes)
 
 
-def test_a_change_is_below_the_baseline_that_it_is_against(tmp_path):
-    """fp16 and 4bit share 12 instances, paper-4bit has 8 of them: fp16 is 0.5 over the first and 0.375 over these."""
-    base = [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0]
-    write_accuracies(tmp_path, "fp16", base)
-    write_accuracies(tmp_path, "4bit", base)
-    write_accuracies(tmp_path, "4bit-s", base)
-    write_accuracies(tmp_path, "paper-4bit", [1, 1, 1, 1, 1, 0, 0, 0])
-    (model,) = compare_suite(tmp_path)
-    assert [row[:7] for row in rows(model)] == [
-        ("4bit against fp16", "mc:mode=a", "exact_match", "12", "0.5000", "0.5000", "+0.00 pp"),
-        ("4bit-s against fp16", "mc:mode=a", "exact_match", "12", "0.5000", "0.5000", "+0.00 pp"),
-        ("paper-4bit against fp16", "mc:mode=a", "exact_match", "8", "0.3750", "0.6250", "+25.00 pp"),
-    ]
-    for text in (comparison_page([model], "s").to_markdown(), comparison_page([model], "s").to_html()):
-        assert "0.3750" in text and "+25.00 pp" in text
-
-
 def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     """Percentage points of shares, ratios of perplexities, differences of others; each unit has its scale."""
     for precision, right, loss in (("fp16", [1, 1, 0, 1], 10.0), ("4bit", [1, 0, 0, 1], 12.0)):
@@ -166,17 +144,6 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     assert word.axis == token.axis == ("×0.333", "×1", "×3") and token.high <= word.high <= 100
     assert bits.axis == ("-0.5", "0", "+0.5") and 50 < bits.high <= 100
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
-
-
-def test_equal_rows_of_metrics_are_one(tmp_path):
-    """Metrics of a run entry that say the same are named in one row, of changes and of verdicts."""
-    for precision, right in (("fp16", [1, 1, 0, 1]), ("4bit", [1, 0, 0, 1])):
-        names = ("exact_match", "quasi_exact_match", "f1_score")
-        instances = {f"id{n}": dict.fromkeys(names[:2], x) | {"f1_score": x / 2} for n, x in enumerate(right)}
-        write_run(tmp_path, "mc", precision, dict.fromkeys(names[:2], np.mean(right)) | {"f1_score": 0.5}, instances)
-    (section,) = comparison_page(compare_suite(tmp_path), "s").sections
-    for table in section.tables[:2]:
-        assert [metric for metric in table.cells["metric"] if "exact" in metric] == ["exact_match, quasi_exact_match"]
 
 
 def test_the_verdict_is_above_all_else(tmp_path):
@@ -325,9 +292,8 @@ def test_csv_has_the_numbers_of_json(tmp_path, capsys):
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert list(frame["change"]) == pytest.approx([comparison.change for comparison in model.comparisons])
     assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
-    ratio = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
-    row = frame[frame["metric"] == "word_perplexity"].iloc[0]
-    assert (row["interval.low"], row["interval.high"]) == pytest.approx(ratio.interval) and row["kind"] == "ratio"
+    low, high = zip(*(comparison.interval for comparison in model.comparisons))
+    assert list(frame["interval.low"]) == pytest.approx(low) and list(frame["interval.high"]) == pytest.approx(high)
     assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out)).set_index("run")
     assert len(frame) == 4 and frame.loc["mc:mode=a,model=flexgen_tiny-4bit", "precision"] == "4bit"
@@ -372,10 +338,6 @@ def test_the_command(tmp_path):
     assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
     assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
-    for columns in (60, 80):  # nothing is cut, whatever the terminal does with long lines
-        text = comparison_page(compare_suite(suite), "mine").to_text(columns)
-        assert max(map(len, text.splitlines())) <= columns and "0.6667" in text and "+0.00 pp" in text, text
-        assert ("1.0000 (1 : 1)" in text) != ("(No room for: " in " ".join(text.split())), text
     for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
         refused = compare(*arguments)
         assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1

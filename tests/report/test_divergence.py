@@ -48,14 +48,6 @@ def test_figures_are_direct_sums():
         assert interval[0] < value < interval[1]
 
 
-def test_one_document_has_no_interval():
-    nothing = np.zeros(5)
-    scored = ScoredTokens(nothing.astype(int), nothing - 1, nothing - 1, nothing == 0, np.arange(5), nothing)
-    found = divergence_between("fp16", "8bit", scored)
-    assert found.interval is found.kl.interval is None
-    assert (found.ratio, found.same_top, found.kl.largest, found.documents) == (1.0, 1.0, 0.0, 1)
-
-
 def test_a_broken_precision_has_an_infinite_perplexity():
     ones = np.ones(4)
     scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones == 0, np.arange(4), ones)

@@ -71,21 +71,6 @@ def test_a_page_is_readable(window: Browser, suite: Path, name: str) -> None:
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
 
-# The tops and the lefts of the cells of the first score's rows.
-FIRST_SCORES = """
-const body = [...document.querySelectorAll('tbody')].find(e => e.textContent.includes('boolq'));
-const cells = [...body.querySelectorAll('td[data-label=score]')].slice(0, 2);
-return cells.map(e => e.getBoundingClientRect()).map(box => [box.top, box.left]);
-"""
-
-
-def test_precisions_stand_side_by_side_on_a_phone(window: Browser, suite: Path) -> None:
-    window.open(suite / "flexgen_report.html")
-    window.show(390, "light")
-    (top, left), (other_top, other_left) = window.run(FIRST_SCORES)
-    assert top == other_top and left + 100 < other_left
-
-
 def test_an_interval_has_an_axis_with_its_ends_and_middle(window: Browser, suite: Path) -> None:
     window.open(suite / "flexgen_compare.html")
     for width in WIDTHS:

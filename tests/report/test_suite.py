@@ -75,13 +75,6 @@ def test_throughput_padding_and_usage(suite):
     json.dumps(suite_to_json(report), allow_nan=False)
 
 
-def test_what_a_run_padded_is_shown_where_it_padded(suite):
-    path = next(suite.glob("mc*")) / "flexgen_run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "padded_prompt_tokens": 4000.0}))
-    paddings = suite_page(read_suite(suite)).sections[-1].tables[0]
-    assert "as run" in paddings.cells and "4,008" in list(paddings.cells["as run"])
-
-
 def test_what_was_run_is_at_the_top(suite):
     facts = suite_page(read_suite(suite)).facts
     assert facts["model"] == "flexgen/tiny" and facts["precisions"] == "fp16, 4bit"

@@ -176,8 +176,7 @@ def loss_changes(draw, count, mean, error_share, kind="normal"):
     return RatioOfSums(weights * (mean + error_share * math.sqrt(count) * noise), weights)
 
 
-@pytest.mark.parametrize("count, times", [(50, 300), (500, 60)])
-@pytest.mark.parametrize("kind", ["normal", "skewed"])
+@pytest.mark.parametrize("count, times, kind", [(50, 300, "normal"), (50, 300, "skewed"), (500, 60, "skewed")])
 def test_ratios_of_perplexities_cover_and_keep_the_level(count, times, kind):
     draw, margin = np.random.default_rng(4), math.log1p(0.01)
     covers = claimed = 0
@@ -208,20 +207,6 @@ def test_one_document_that_changes_by_thousands_of_nats_has_an_interval(count):
     assert low < high == np.inf
     verdict = equivalence(paired, paired.test())
     assert verdict.decision == "not decided" and verdict.needed > 1000
-
-
-def test_bits_and_ratios_are_one_change():
-    draw = np.random.default_rng(6)
-    base, words = -draw.normal(900, 90, 60), draw.integers(100, 300, 60).astype(float)
-    scores = base - draw.normal(3, 2, 60)
-    ratio = PairedScores(metric_named("byte_perplexity"), base, scores, words).interval()
-    bits = PairedScores(metric_named("bits_per_byte"), base, scores, words).interval()
-    logs = PairedScores(metric_named("logprob_per_byte"), base, scores, words).interval()
-    assert np.log2(ratio) == pytest.approx(bits) and np.log(ratio) == pytest.approx(-np.array(logs)[::-1])
-    plain = RatioOfSums(base - scores, words)
-    assert plain.standard_error == pytest.approx(
-        metric_named("logprob_per_byte").standard_error(base - scores, words), rel=1e-12
-    )
 
 
 # ---- verdicts ----
@@ -271,7 +256,7 @@ def paired_samples(draw):
 
 
 @given(paired_samples())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_interval_p_and_verdict_never_disagree(sample):
     metric, baseline, scores, weights = sample
     paired = PairedScores(*sample)

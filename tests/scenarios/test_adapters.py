@@ -24,7 +24,7 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.convert import TokenRequest
 from flexgen_helm.scenarios import adapters, lambada, wikitext
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES
 from tests.helpers.helm_runs import MODEL

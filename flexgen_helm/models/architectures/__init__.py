@@ -24,7 +24,7 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json`: a record of ours, else one that runs by transformers' modules.
 
     Raises `UnsupportedArchitectureError` with the supported ones, and if class and `model_type` are of two of them:
-    `transformers` takes the one or the other, depending on how it is called.
+    which of them `transformers` takes depends on how it is called.
     """
     names, kind = _class_names(config), config.get("model_type")
     for architecture in ARCHITECTURES.values():

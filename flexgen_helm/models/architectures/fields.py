@@ -94,17 +94,17 @@ def read_rope(
     Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the text's length
     ('dynamic').
     """
-    own: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if nested := [name for name, value in own.items() if isinstance(value, Mapping)]:
+    rope: Config = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise UnsupportedArchitectureError(f"rope parameters by kind of layer ({', '.join(nested)}) are not supported")
 
-    def number(name: str, default: float | None = None) -> float:
-        return float(own[name] if default is None else own.get(name) or default)
+    def number(name: str, default: float) -> float:
+        return float(rope.get(name) or default)
 
     def or_beside(name: str, default: float) -> float:
-        return float(own.get(name) or config.get(name) or default)
+        return float(rope.get(name) or config.get(name) or default)
 
-    kind = own.get("rope_type") or own.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     rotated = int(head_dim * or_beside("partial_rotary_factor", 1.0))
     dim = config.get(GGUF_ROTATED, rotated if is_partial else head_dim)
     if not is_partial and rotated != head_dim and kind != "default":
@@ -112,53 +112,40 @@ def read_rope(
             f"rope type {kind!r} with the partial_rotary_factor {rotated / head_dim:g} is not supported; transformers "
             "ignores the factor for this architecture without a rope type only"
         )
-    shared: dict[str, Any] = dict(theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim)
-    if kind == "default":
-        return RopeConfig(**shared)
-    if kind == "linear":
-        return RopeConfig(**shared, kind="linear", factor=number("factor"))
-    longest = config["max_position_embeddings"]
-    name = "original_max_position_embeddings"
-    shared["original_max_positions"] = original = int(config.get(name) or own.get(name) or longest)
+    record: dict[str, Any] = dict(
+        kind=kind, theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim
+    )
+    if kind in ("linear", "llama3"):
+        record["factor"] = float(rope["factor"])
+    if kind in ("llama3", "yarn", "longrope"):
+        longest = config["max_position_embeddings"]
+        name = "original_max_position_embeddings"
+        record["original_max_positions"] = original = int(config.get(name) or rope.get(name) or longest)
+        stretch = number("factor", longest / original)
     if kind == "llama3":
-        return RopeConfig(
-            **shared,
-            kind="llama3",
-            factor=number("factor"),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
-    stretch = number("factor", longest / original)
-    if kind == "yarn":
-        return RopeConfig(
-            **shared,
-            kind="yarn",
-            factor=stretch,
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(own.get("truncate", True)),
-            magnitude=_yarn_magnitude(own, stretch),
-        )
-    if kind == "longrope":
-        factors = tuple(float(value) for value in own["short_factor"])
+        record |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        record |= dict(factor=stretch, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0))
+        record |= dict(truncate=bool(rope.get("truncate", True)), magnitude=_yarn_magnitude(rope, stretch))
+    elif kind == "longrope":
+        factors = tuple(float(value) for value in rope["short_factor"])
         if len(factors) != dim // 2:
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
-        magnitude = own.get("attention_factor")
+        magnitude = rope.get("attention_factor")
         if magnitude is None:  # Ding et al. (2024)
             magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-        return RopeConfig(**shared, kind="factors", factors=factors, magnitude=float(magnitude))
-    raise UnsupportedArchitectureError(
-        f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
-    )
+        record |= dict(kind="factors", factors=factors, magnitude=float(magnitude))
+    elif kind not in ("default", "linear"):
+        raise UnsupportedArchitectureError(
+            f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
+        )
+    return RopeConfig(**record)
 
 
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_magnitude(rope: Config, factor: float) -> float:
     """Peng et al. (2023), section 3.4, as the published configurations refine it."""
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    log = 0.1 * math.log(max(factor, 1.0))
+    return (log * scale + 1.0) / (log * scale_all + 1.0) if scale and scale_all else log + 1.0

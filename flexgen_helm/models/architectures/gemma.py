@@ -22,7 +22,7 @@ def _alternating_windows(config: Config, full_every: int) -> tuple[int | None, .
     return read_windows(config, lambda layer: (layer + 1) % full_every != 0)
 
 
-def _read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -> DecoderConfig:
+def read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -> DecoderConfig:
     config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
@@ -53,12 +53,12 @@ _TENSORS = TENSORS | POST_NORMS | sources({"layers.{i}.mlp_norm": "layers.{i}.pr
 GEMMA2 = Architecture(
     "gemma2",
     ("Gemma2ForCausalLM", "Gemma2Model"),
-    _read_gemma2,
+    read_gemma2,
     _TENSORS,
     overflows_float16=True,
     gguf_names=("gemma2",),
     # GGUF files store 1 + weight of every norm.
-    read_gguf=lambda config: replace(_read_gemma2(_of_gguf(config, layers_of_27b=46)), norm_plus_one=False),
+    read_gguf=lambda config: replace(read_gemma2(_of_gguf(config, layers_of_27b=46)), norm_plus_one=False),
     gguf_tensors=GGUF_TENSORS,
 )
 
@@ -69,13 +69,13 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def _read_gemma3(config: Config) -> DecoderConfig:
+def read_gemma3(config: Config) -> DecoderConfig:
     tied = config.get("tie_word_embeddings", True)  # of the text model alone the entry is not asked
     text = {**_DEFAULTS, **(config.get("text_config") or config), "tie_word_embeddings": tied}
     if text.get("attn_logit_softcapping") is not None:
         raise UnsupportedArchitectureError("Gemma 3 with attn_logit_softcapping is not supported")
     rope, local_rope = _read_ropes(text)
-    return _read_gemma2(
+    return read_gemma2(
         text,
         "gemma3",
         rope=rope,
@@ -117,12 +117,12 @@ def _read_ropes(text: Config) -> tuple[RopeConfig, RopeConfig]:
 GEMMA3 = Architecture(
     "gemma3",
     ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
-    _read_gemma3,
+    read_gemma3,
     _TENSORS | QK_NORMS,
     overflows_float16=True,
     # 'language_model': with an image encoder, as published and as transformers 5 names the same tensors.
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     gguf_names=("gemma3",),
-    read_gguf=lambda config: replace(_read_gemma3(_of_gguf(config, layers_of_27b=62)), norm_plus_one=False),
+    read_gguf=lambda config: replace(read_gemma3(_of_gguf(config, layers_of_27b=62)), norm_plus_one=False),
     gguf_tensors=GGUF_TENSORS,
 )

@@ -36,7 +36,7 @@ def _renamed(config: Config, **names: str) -> Config:
     return {**config, **{name: config[word] for word, name in names.items() if config.get(word) is not None}}
 
 
-def _read_opt(config: Config) -> DecoderConfig:
+def read_opt(config: Config) -> DecoderConfig:
     hidden = config["hidden_size"]
     norm_before = config.get("do_layer_norm_before", True)
     bias = config.get("enable_bias", True)
@@ -65,7 +65,7 @@ def _read_opt(config: Config) -> DecoderConfig:
 OPT = Architecture(
     "opt",
     ("OPTForCausalLM", "OPTModel"),
-    _read_opt,
+    read_opt,
     sources({
         "embed.tokens.weight": "decoder.embed_tokens.weight",
         "embed.positions.weight": "decoder.embed_positions.weight",
@@ -85,7 +85,7 @@ OPT = Architecture(
 )  # fmt: skip
 
 
-def _read_gpt2(config: Config) -> DecoderConfig:
+def read_gpt2(config: Config) -> DecoderConfig:
     config = _renamed(
         config,
         hidden_size="n_embd",
@@ -115,7 +115,7 @@ def _read_gpt2(config: Config) -> DecoderConfig:
 GPT2 = Architecture(
     "gpt2",
     ("GPT2LMHeadModel", "GPT2Model"),
-    _read_gpt2,
+    read_gpt2,
     sources({
         "embed.tokens.weight": "wte.weight",
         "embed.positions.weight": "wpe.weight",
@@ -134,7 +134,7 @@ GPT2 = Architecture(
 )  # fmt: skip
 
 
-def _read_gpt_neox(config: Config) -> DecoderConfig:
+def read_gpt_neox(config: Config) -> DecoderConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") not in (None, hidden // heads):
         raise UnsupportedArchitectureError("GPT-NeoX with a head_dim of its own is not supported")
@@ -179,7 +179,7 @@ def _fused_blocks(layer: str, attention: str) -> dict[str, TensorSource]:
 GPT_NEOX = Architecture(
     "gpt_neox",
     ("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    _read_gpt_neox,
+    read_gpt_neox,
     sources({
         "embed.tokens.weight": "embed_in.weight",
         "head.norm": "final_layer_norm",
@@ -193,7 +193,7 @@ GPT_NEOX = Architecture(
 _TRAINED_POSITIONS = 2048
 
 
-def _read_bloom(config: Config) -> DecoderConfig:
+def read_bloom(config: Config) -> DecoderConfig:
     config = _renamed(config, n_embed="hidden_size", num_hidden_layers="n_layer", num_attention_heads="n_head")
     if config.get("apply_residual_connection_post_layernorm"):
         raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
@@ -217,7 +217,7 @@ def _read_bloom(config: Config) -> DecoderConfig:
 BLOOM = Architecture(
     "bloom",
     ("BloomForCausalLM", "BloomModel"),
-    _read_bloom,
+    read_bloom,
     sources({
         "embed.tokens.weight": "word_embeddings.weight",
         "embed.norm": "word_embeddings_layernorm",

@@ -132,16 +132,16 @@ LLAMA = Architecture(
 # The functions below begin with what `transformers` takes for entries that a `config.json` leaves out.
 
 
-def _read_mistral(config: Config) -> DecoderConfig:
+def read_mistral(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
     return read_config(config, "mistral", windows=read_windows(config), qkv_bias=False, out_bias=False)
 
 
 # A sliding window in every layer.
-MISTRAL = Architecture("mistral", ("MistralForCausalLM", "MistralModel"), _read_mistral, TENSORS)
+MISTRAL = Architecture("mistral", ("MistralForCausalLM", "MistralModel"), read_mistral, TENSORS)
 
 
-def _read_mixtral(config: Config) -> DecoderConfig:
+def read_mixtral(config: Config) -> DecoderConfig:
     defaults = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
     config = {**defaults, **config}
     experts = MoEConfig(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
@@ -153,7 +153,7 @@ def _read_mixtral(config: Config) -> DecoderConfig:
 MIXTRAL = Architecture(
     "mixtral",
     ("MixtralForCausalLM", "MixtralModel"),
-    _read_mixtral,
+    read_mixtral,
     TENSORS
     | sources({
         "layers.{i}.mlp.router": "layers.{i}.block_sparse_moe.gate",
@@ -164,7 +164,7 @@ MIXTRAL = Architecture(
 )  # fmt: skip
 
 
-def _read_olmo2(config: Config) -> DecoderConfig:
+def read_olmo2(config: Config) -> DecoderConfig:
     config = {"rms_norm_eps": 1e-5, **config}
     return read_config(config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True)
 
@@ -173,14 +173,14 @@ def _read_olmo2(config: Config) -> DecoderConfig:
 OLMO2 = Architecture(
     "olmo2",
     ("Olmo2ForCausalLM", "Olmo2Model"),
-    _read_olmo2,
+    read_olmo2,
     TENSORS | QK_NORMS | POST_NORMS,
     gguf_names=("olmo2",),
     gguf_tensors=GGUF_TENSORS,
 )
 
 
-def _read_phi3(config: Config) -> DecoderConfig:
+def read_phi3(config: Config) -> DecoderConfig:
     config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **config}
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -188,10 +188,10 @@ def _read_phi3(config: Config) -> DecoderConfig:
         config, kind = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}, "longrope"
     if kind not in ("default", "longrope"):
         raise UnsupportedArchitectureError(f"Phi-3 with the rope type {kind!r} is not supported; known is longrope")
-    return _read_phi3_gguf(config)
+    return read_phi3_gguf(config)
 
 
-def _read_phi3_gguf(config: Config) -> DecoderConfig:
+def read_phi3_gguf(config: Config) -> DecoderConfig:
     """Read the metadata, or a completed `config.json`."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope, windows = read_rope(config, head_dim, is_partial=True), read_windows(config)
@@ -202,12 +202,12 @@ def _read_phi3_gguf(config: Config) -> DecoderConfig:
 PHI3 = Architecture(
     "phi3",
     ("Phi3ForCausalLM", "Phi3Model"),
-    _read_phi3,
+    read_phi3,
     TENSORS
     | fused_sources("layers.{i}.attn", ("q", "k", "v"), "layers.{i}.self_attn.qkv_proj")
     | fused_sources("layers.{i}.mlp", ("gate", "up"), "layers.{i}.mlp.gate_up_proj"),
     gguf_names=("phi3",),
-    read_gguf=_read_phi3_gguf,
+    read_gguf=read_phi3_gguf,
     gguf_tensors=GGUF_TENSORS
     | fused_sources("layers.{i}.attn", ("q", "k", "v"), "blk.{i}.attn_qkv")
     | fused_sources("layers.{i}.mlp", ("gate", "up"), "blk.{i}.ffn_up"),
@@ -221,7 +221,7 @@ def _upper_windows(config: Config) -> tuple[int | None, ...]:
     return read_windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
 
 
-def _read_qwen2(config: Config) -> DecoderConfig:
+def read_qwen2(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
     return read_config(config, "qwen2", qkv_bias=True, out_bias=False, windows=_upper_windows(config))
 
@@ -230,14 +230,14 @@ def _read_qwen2(config: Config) -> DecoderConfig:
 QWEN2 = Architecture(
     "qwen2",
     ("Qwen2ForCausalLM", "Qwen2Model"),
-    _read_qwen2,
+    read_qwen2,
     TENSORS,
     gguf_names=("qwen2",),
     gguf_tensors=GGUF_TENSORS,
 )
 
 
-def _read_qwen3(config: Config) -> DecoderConfig:
+def read_qwen3(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
     head_dim = config.get("head_dim") or 128
     return read_config(config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config))
@@ -247,14 +247,14 @@ def _read_qwen3(config: Config) -> DecoderConfig:
 QWEN3 = Architecture(
     "qwen3",
     ("Qwen3ForCausalLM", "Qwen3Model"),
-    _read_qwen3,
+    read_qwen3,
     TENSORS | QK_NORMS,
     gguf_names=("qwen3",),
     gguf_tensors=GGUF_TENSORS,
 )
 
 
-def _read_qwen3_moe(config: Config) -> DecoderConfig:
+def read_qwen3_moe(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}
     dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
     experts = MoEConfig(
@@ -272,7 +272,7 @@ def _read_qwen3_moe(config: Config) -> DecoderConfig:
 QWEN3_MOE = Architecture(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-    _read_qwen3_moe,
+    read_qwen3_moe,
     TENSORS
     | QK_NORMS
     | sources({
