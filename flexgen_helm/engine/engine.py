@@ -52,7 +52,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit, Span
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
@@ -61,9 +61,8 @@ from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
-from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
+from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare, run_size
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -348,16 +347,6 @@ class Engine:
         return results
 
     @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        """Record when each thread computes, loads, stores and waits, in the runs meanwhile."""
-        spans: list[Span] = []
-        self._tiers.stats.spans = spans
-        try:
-            yield spans
-        finally:
-            self._tiers.stats.spans = None
-
-    @contextmanager
     def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:
         """Open the cache and the hidden states of a run; close them after it, and give its threads back."""
         cache = KVCache(
@@ -392,6 +381,8 @@ class Engine:
             self._closed = True
             if self._graphs is not None:
                 self._graphs.close()
+            self._graphs = None
+            del self._model  # has the graphs' buffers
             self._weights.close()
             self._tiers.close()
             for ledger in self._tiers.ledgers.values():

@@ -16,7 +16,7 @@ from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.request import GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes
-from flexgen_helm.scheduling.scheduler import Scheduler
+from flexgen_helm.scheduling.scheduler import Scheduler, work_items
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
@@ -25,7 +25,6 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
-from flexgen_helm.scheduling.work_items import work_items
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 

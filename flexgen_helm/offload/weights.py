@@ -58,7 +58,7 @@ from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, most_fused_rows
-from flexgen_helm.scheduling.work_items import StageVisit
+from flexgen_helm.scheduling.scheduler import StageVisit
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
 # let a whole stage fit into the staging ring.

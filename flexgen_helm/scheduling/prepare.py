@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from operator import index
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, SchedulerLimits
+from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, PREFILL_LANES, SchedulerLimits
 from flexgen_helm.planner.policy import Schedule, Workload
 from flexgen_helm.planner.run_plan import RunSize
 from flexgen_helm.quant.precisions import CacheFormat
@@ -310,3 +311,48 @@ def _identity(request: Request) -> tuple[object, ...]:
         asked = replace(asked, top_p=1.0, seed=0)
     known = replace(asked, prompt=None, messages=None, prompt_token_ids=tuple(request.tokens), stop=tuple(asked.stop))
     return known, request.num_context
+
+
+# Lanes of requests, whose passes the ranks of a pipeline compute in turn.
+
+
+def into_lanes(
+    requests: abc.Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
+) -> tuple[list[list[Request]], SchedulerLimits]:
+    """Return the requests of each lane, and what a pass of one may hold. One process alone has no use for several.
+
+    There is a lane for each rank, if each has room for the longest request with a prefix of its own.
+    """
+    if schedule.is_single_pass:
+        count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
+    else:
+        step, slot = 1 + limits.step_overhead, 1 + limits.slot_overhead
+        longest = max((len(r.tokens) + max(0, r.request.max_tokens - 1) * step for r in requests), default=0) + 2 * slot
+        count = max(1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences))
+    lane_limits = replace(
+        limits,
+        cache_tokens=limits.cache_tokens // count,
+        max_sequences=max(1, limits.max_sequences // count),
+        max_windows=max(1, limits.max_windows // count),
+    )
+    return divide(requests, count), lane_limits
+
+
+def divide(requests: abc.Sequence[Request], lanes: int) -> list[list[Request]]:
+    """Return the requests of each lane: about as many tokens, and common beginnings together."""
+    order = sorted(range(len(requests)), key=lambda index: requests[index].tokens)
+    sizes = [len(requests[index].tokens) + requests[index].request.max_tokens for index in order]
+    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
+    total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
+    # A last request of no size is at the end of the last lane, not behind it.
+    lane_of = {index: min(lanes - 1, int(lanes * middle / total)) for index, middle in zip(order, middles)}
+    return [[request for i, request in enumerate(requests) if lane_of[i] == lane] for lane in range(lanes)]
+
+
+def common_limits(limits: abc.Sequence[SchedulerLimits]) -> SchedulerLimits:
+    """Return limits within which a pass fits on every rank; limits: of each rank."""
+    common = {}
+    for field in fields(SchedulerLimits):
+        pick = max if field.name.endswith("_overhead") else min
+        common[field.name] = pick(getattr(rank, field.name) for rank in limits)
+    return SchedulerLimits(**common)

@@ -77,12 +77,14 @@ def test_any_librarys_integers_are_a_prompt(engine, kind, ids):
 
 def test_edges_have_documented_results(engine):
     prompt = [7, 8, 9]
-    nothing, score, one, last = engine.run(
+    nothing, score, one, last, empty, explicit = engine.run(
         [
             GenerationRequest(prompt_token_ids=prompt, max_tokens=0),
             GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True, n=2),
             GenerationRequest(prompt_token_ids=prompt[:1], max_tokens=0, echo_logprobs=True),
             GenerationRequest(prompt_token_ids=[3] * 97, max_tokens=0, echo_logprobs=True),
+            GenerationRequest(prompt="", max_tokens=5, echo_logprobs=True),
+            GenerationRequest(prompt_token_ids=[0], max_tokens=5),
         ]
     )
     assert [c.finish_reason for c in nothing.completions] == ["length"] and nothing.completions[0].text == ""
@@ -90,16 +92,7 @@ def test_edges_have_documented_results(engine):
     assert len(score.completions) == 2 and len(score.prompt_logprobs) == 3
     assert one.prompt_logprobs == (None,)
     assert last.error is None and len(last.prompt_logprobs) == 97  # the last token is scored, never fed
-
-
-def test_an_empty_prompt_is_conditioned_on_the_token_that_begins_texts(engine):
-    empty, explicit = engine.run(
-        [
-            GenerationRequest(prompt="", max_tokens=5, echo_logprobs=True),
-            GenerationRequest(prompt_token_ids=[0], max_tokens=5),
-        ]
-    )
-    assert empty.error is None and empty.prompt_token_ids == () and empty.prompt_logprobs == ()
+    assert empty.prompt_token_ids == () and empty.prompt_logprobs == ()  # behind the token that begins texts
     assert empty.completions[0].token_ids == explicit.completions[0].token_ids
 
 

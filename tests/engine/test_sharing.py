@@ -285,10 +285,8 @@ def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_
     draw = random.Random(3)
     stems = [[draw.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(60)]
     prompts = [[*stem, *(draw.randrange(2, VOCABULARY) for _ in range(3))] for stem in stems for _ in range(2)]
-    if schedule == "prefill-only":
-        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
-    else:
-        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=4, ignore_eos=True) for p in prompts]
+    more = {"max_tokens": 0, "echo_logprobs": True} if schedule == "prefill-only" else {"max_tokens": 4}
+    asked = [GenerationRequest(prompt_token_ids=p, ignore_eos=True, **more) for p in prompts]
     with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
         # Of the host alone are matrices in 16 bits beside their copies.
         beside = {name: weight.stored for name, weight in engine._weights.tensors.items() if name != HEAD_MATRIX}

@@ -106,10 +106,10 @@ def _outcome(case: Case) -> Outcome:
 def _break(fault: str, folder: Path) -> None:
     """Let this rank fail in the way of `Job.fault`."""
     from flexgen_helm.engine import engine, executor
-    from flexgen_helm.scheduling import lanes
+    from flexgen_helm.scheduling import prepare
 
     if fault == "order":
-        lanes.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
+        prepare.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
     elif fault == "memory":
         capacities = engine.tier_capacities
 

@@ -15,7 +15,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
 from flexgen_helm.planner.placement import SchedulerLimits
 from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, divide_layers
-from flexgen_helm.scheduling.lanes import common_limits, divide, into_lanes
+from flexgen_helm.scheduling.prepare import common_limits, divide, into_lanes
 from flexgen_helm.scheduling.sequence import Request
 
 MODELS = (

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.planner.policy import ROW, ZIGZAG, Schedule
-from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits, work_items
 from flexgen_helm.scheduling.sequence import AnswerLengths, CacheBlock, Sequence, SequenceKind
-from flexgen_helm.scheduling.work_items import work_items
 from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
