@@ -112,7 +112,8 @@ class ExpertStreamer:
         scores: how likely each is [E], on any device; 0 for one that is not expected.
         """
         if self._tiers.overlap and self._guessing is None and not self._wanted:
-            self._guessing = self._tiers.submit("experts guesser", lambda: self._guess(experts, scores))
+            guess = partial(self._guess, experts, scores)
+            self._guessing = self._tiers.submit("experts loader", guess, NUM_LOADERS)
 
     def cancel(self) -> None:
         """Forget what was asked for; wait for loads under way. What slots hold stays."""

@@ -344,25 +344,28 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
 @settings(max_examples=share_of(12, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     variant=st.sampled_from(["mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]),
-    precision=st.sampled_from(["fp16", "4bit"]),
-    weights=st.sampled_from([(0.0, 0.0), (0.3, 0.3), (0.0, 0.5), (0.5, 0.0)]),
+    shares=st.sampled_from([(0.0, 0.0), (0.3, 0.3), (0.0, 0.5), (0.5, 0.0)]),
     block=st.sampled_from([(3, 2), (6, 1), (1, 4)]),
-    schedule=st.sampled_from(["zigzag", "row"]),
-    device=st.sampled_from(["cpu", "sim"]),
     slots=st.sampled_from([1, 2, 3, 7, 100]),
-    overlap=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "precision": st.sampled_from(["fp16", "4bit"]),
+            "schedule": st.sampled_from(["zigzag", "row"]),
+            "device": st.sampled_from(["cpu", "sim"]),
+            "overlap": st.booleans(),
+        }
+    ),
 )
-def test_values_do_not_depend_on_where_experts_are(
-    tiny, resident, tmp_path, variant, precision, weights, block, schedule, device, slots, overlap
-):
-    options = dict(schedule=schedule, device=device, overlap=overlap, precision=precision)
+def test_values_do_not_depend_on_where_experts_are(tiny, resident, tmp_path, **drawn):
+    variant, options = drawn["variant"], drawn["options"]
     with pytest.MonkeyPatch.context() as patch:
-        with_expert_slots(patch, slots)
-        with offloaded(tiny, variant, tmp_path, Policy(*block, *weights, 0, 1, 0, 1), **options) as engine:
+        with_expert_slots(patch, drawn["slots"])
+        policy = Policy(*drawn["block"], *drawn["shares"], 0, 1, 0, 1)
+        with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
             results = engine.run(workload(1))
             for ledger in engine._tiers.ledgers.values():
                 ledger.check()
-    assert_same(results, resident(variant, precision))
+    assert_same(results, resident(variant, options["precision"]))
 
 
 @pytest.fixture(scope="module")

@@ -78,16 +78,20 @@ FAULTS = {
     fault=st.sampled_from(list(FAULTS)),
     share=st.floats(0, 1),
     kind=st.sampled_from(list(NO_MEMORY)),
-    schedule=st.sampled_from(["zigzag", "row"]),
-    policy=st.sampled_from(["6x2,0,0,0,100,0,0", "6x2,0,50,0,0,0,50", "12x1,0,0,0,50,0,100"]),
-    overlap=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(["zigzag", "row"]),
+            "policy": st.sampled_from(["6x2,0,0,0,100,0,0", "6x2,0,50,0,0,0,50", "12x1,0,0,0,50,0,100"]),
+            "overlap": st.booleans(),
+        }
+    ),
 )
-def test_a_batch_for_which_memory_runs_out_is_halved(
-    tiny, expected, tmp_path, fault, share, kind, schedule, policy, overlap
-):
+def test_a_batch_for_which_memory_runs_out_is_halved(tiny, expected, tmp_path, **drawn):
+    fault = drawn["fault"]
     owner, name, calls = FAULTS[fault]
-    with pytest.MonkeyPatch.context() as patch, offloaded(tiny, tmp_path, schedule, policy, overlap=overlap) as engine:
-        once = replaced(patch, owner, name, int(share * calls), NO_MEMORY[kind], fault.startswith("the end"))
+    with pytest.MonkeyPatch.context() as patch, offloaded(tiny, tmp_path, **drawn["options"]) as engine:
+        at, error = int(drawn["share"] * calls), NO_MEMORY[drawn["kind"]]
+        once = replaced(patch, owner, name, at, error, fault.startswith("the end"))
         try:
             results = engine.run(workload())
         except MemoryLimitError as error:
