@@ -121,7 +121,8 @@ def decode_parts(
     newest = {window: VisibleKeys(queries.mask(outside, ring, window)) for window in windows}
     parts = [DecodePart(everyone, 0, newest, ring, quantized)]
     on_host = [*zip(counts, starts, map(codec.num_stored, counts))]
-    longest = max(num_stored for _, _, num_stored in on_host)
+    if not (longest := max(num_stored for _, _, num_stored in on_host)):
+        return tuple(parts)
     older = torch.arange(longest, device=device)
 
     def visible(rows: slice, window: Window | None) -> VisibleKeys:
@@ -137,7 +138,7 @@ def decode_parts(
         selected = num_selected_tensor(on_device, fmt.value_share)
         return VisibleKeys(mask, sees_none, selected, num_selected(max(seen), fmt.value_share))
 
-    for first, end in _ranges(0, everyone.stop if longest else 0, _dequantized_at_once(longest * codec.token_elements)):
+    for first, end in _ranges(0, everyone.stop, _dequantized_at_once(longest * codec.token_elements)):
         rows = slice(first, end)
         older_keys = {window: visible(rows, window) for window in windows}
         parts.append(DecodePart(rows, longest // codec.group_tokens, older_keys, is_sparse=fmt.is_sparse))
@@ -263,7 +264,7 @@ def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) ->
 
 def _dequantized_at_once(elements: int) -> int:
     """Return how many keys and values of so many elements each are dequantized at once."""
-    return max(1, _DEQUANTIZED_ELEMENTS // max(1, 2 * elements))
+    return max(1, _DEQUANTIZED_ELEMENTS // (2 * elements))
 
 
 def _ranges(first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
