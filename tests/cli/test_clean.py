@@ -105,12 +105,12 @@ def test_age_is_that_of_the_last_use(home: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_another_offload_directory(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "fast" / "weights-0123-int4"
-    other.mkdir(parents=True)
-    (other / "file").write_bytes(bytes(100))
-    assert str(other) in clean(capsys, "--offload-dir", str(other.parent))
-    clean(capsys, str(other), "--offload-dir", str(other.parent), "--yes")
-    assert not other.exists() and other.parent.exists()
+    cached = tmp_path / "fast" / "weights-0123-int4"
+    cached.mkdir(parents=True)
+    (cached / "file").write_bytes(bytes(100))
+    assert str(cached) in clean(capsys, "--offload-dir", str(cached.parent))
+    clean(capsys, str(cached), "--offload-dir", str(cached.parent), "--yes")
+    assert not cached.exists() and cached.parent.exists()
 
 
 # What a process uses

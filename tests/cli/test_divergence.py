@@ -23,7 +23,7 @@ def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
     model = tiny("llama")
     argv = command(model, tmp_path, "--precision", "8bit,fp16,4bit", "--rows", "50", "--json")
     assert cli.main(argv) == 0
-    by_precision = {each["precision"]: each for each in json.loads(capsys.readouterr().out)["precisions"]}
+    by_precision = {row["precision"]: row for row in json.loads(capsys.readouterr().out)["precisions"]}
     assert [*by_precision] == ["8bit", "4bit"]
     for precision, found in by_precision.items():
         plain = ["perplexity", *argv[1:6], "--json", "--precision"]

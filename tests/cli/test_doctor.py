@@ -57,8 +57,8 @@ def test_doctor_reads_tokenizer_and_template(tiny, own_home, capsys, tmp_path):
 
 @pytest.mark.parametrize(("release", "status"), [("5.23.0", "ok"), ("5.23.0+cpu", "ok"), ("5.99.0", "warning")])
 def test_doctor_names_releases_that_no_test_has_seen(release, status, monkeypatch):
-    own = module.metadata.version
-    monkeypatch.setattr(module.metadata, "version", lambda name: release if name == "transformers" else own(name))
+    installed = module.metadata.version
+    monkeypatch.setattr(module.metadata, "version", lambda name: release if name == "transformers" else installed(name))
     monkeypatch.setattr(
         "flexgen_helm.engine.proof.proved_table",
         lambda: {

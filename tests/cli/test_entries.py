@@ -75,9 +75,9 @@ def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_default, own = rows(capsys), run_entries.own_run_specs()
-    assert own and own <= {entry.partition(":")[0] for entry in by_default}
-    monkeypatch.setattr(run_entries, "own_run_specs", lambda: own | {"brand_new"})
+    by_default, ours = rows(capsys), run_entries.own_run_specs()
+    assert ours and ours <= {entry.partition(":")[0] for entry in by_default}
+    monkeypatch.setattr(run_entries, "own_run_specs", lambda: ours | {"brand_new"})
     (added,) = set(rows(capsys)) - set(by_default)
     assert added == "brand_new" and rows(capsys)[added]["source"] == "flexgen_helm"
 

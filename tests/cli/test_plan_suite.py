@@ -150,9 +150,9 @@ def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
     assert found.expected.saved_tokens > 0.5 * sum(map(len, tokens))
     assert found.expected.output == min(20, answer) and found.limit.output == 20
     # Prompts that share nothing save nothing; a choice is a letter and its end; scored tokens pass the head.
-    others = [state(f"{word} {EXAMPLES}", "x", output_mapping={"A": "x"}) for word in ("apple", "ribbon")]
-    others[1]["request"] |= {"max_tokens": 0, "echo_prompt": True}
-    alone = reader.workload("gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", others))
+    different = [state(f"{word} {EXAMPLES}", "x", output_mapping={"A": "x"}) for word in ("apple", "ribbon")]
+    different[1]["request"] |= {"max_tokens": 0, "echo_prompt": True}
+    alone = reader.workload("gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", different))
     assert alone.expected.saved_tokens <= 2 and {output for _, output, _ in alone.expected.groups} == {1, 2}
     assert alone.expected.scored_tokens > 0.9 * len(encode(EXAMPLES).ids)
 

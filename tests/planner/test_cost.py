@@ -81,8 +81,8 @@ def test_what_is_between_products_takes_as_long_as_its_bytes():
     host, policy = replace(T4, gpu=None, link=None), Policy(48, 3, 0, 1, 0, 1, 0, 1)
 
     def products(rate: float) -> list[float]:
-        own = replace(flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate)))
-        found = predict(own, policy, ZIGZAG, rounded=False)
+        changed = replace(flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate)))
+        found = predict(changed, policy, ZIGZAG, rounded=False)
         return [found.seconds[phase]["products"] for phase in ("prefill", "decode")]
 
     h1, h2, rows, layers, element = 7168, 28672, 144, 48, flexgen().compute_bytes

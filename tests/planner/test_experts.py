@@ -119,8 +119,9 @@ def test_counted_skew_lowers_what_is_read():
 def test_an_expert_has_the_weights_of_its_tensors(name):
     model = CATALOG[name].config
     shapes = tensor_shapes(model)
-    first = next(expert for own in shapes if (expert := expert_of(own)) is not None)
-    assert model.expert_elements == sum(prod(shape) for own, shape in shapes.items() if own.startswith(f"{first}."))
+    first = next(expert for tensor in shapes if (expert := expert_of(tensor)) is not None)
+    values = (prod(shape) for tensor, shape in shapes.items() if tensor.startswith(f"{first}."))
+    assert model.expert_elements == sum(values)
 
 
 @pytest.mark.parametrize("limit", [2, 8, 64])

@@ -129,14 +129,14 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
     assume(best is not None)
     _, output, count = workload
     assert best.prediction.tokens_per_s == pytest.approx(output * count / best.prediction.latency_s)
-    own = [getattr(best.policy, name) for name in ("wg", "wc", "cg", "cc", "hg", "hc")]
+    found = [getattr(best.policy, name) for name in ("wg", "wc", "cg", "cc", "hg", "hc")]
     draw = random.Random(count)
     for _ in range(60):
         batch, batches = draw.randint(1, max(1, count)), draw.choice([1, 1, 2, 3, 4, 8])
-        policy = Policy(batch, batches, *draw.choice([own, *SHARES]))
-        other = predict(problem, policy, ZIGZAG)
-        if other.feasible:
-            assert best.prediction.latency_s <= 1.03 * other.latency_s, policy
+        policy = Policy(batch, batches, *draw.choice([found, *SHARES]))
+        predicted = predict(problem, policy, ZIGZAG)
+        if predicted.feasible:
+            assert best.prediction.latency_s <= 1.03 * predicted.latency_s, policy
 
 
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))

@@ -69,5 +69,5 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     tokens = rows * problem.workload.computed
     bound = replace(problem, max_batch_tokens=int(tokens) - 1)
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
-    found = [predict(each, policy, ZIGZAG).memory["gpu"].peak for each in (problem, bound)]
+    found = [predict(case, policy, ZIGZAG).memory["gpu"].peak for case in (problem, bound)]
     assert found[1] - found[0] >= 0.9 * (tokens - rows) * problem.config.hidden_size * problem.compute_bytes

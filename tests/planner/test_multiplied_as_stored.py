@@ -50,8 +50,8 @@ def test_nothing_is_converted_and_half_of_the_bytes_are_read():
 
     def seconds(hardware: HardwareProfile, **changes) -> dict[str, float]:
         cpu = replace(hardware.cpu, **changes)
-        own = replace(problem(replace(hardware, cpu=cpu)), limits=tight)
-        return predict(own, policy, ROW, rounded=False).seconds["decode"]
+        asked = replace(problem(replace(hardware, cpu=cpu)), limits=tight)
+        return predict(asked, policy, ROW, rounded=False).seconds["decode"]
 
     assert seconds(LAPTOP)["convert"] > 0 == seconds(UNIT)["convert"]
     # Products that take no time but that of reading the weights.
@@ -70,8 +70,8 @@ def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     ],
 )
 def test_products_have_the_rate_of_their_weights(hardware, storage, precision, factor):
-    own = problem(hardware, storage, precision)
-    assert own.product_flops.at(77) == pytest.approx(factor * _CURVE.at(77))
+    asked = problem(hardware, storage, precision)
+    assert asked.product_flops.at(77) == pytest.approx(factor * _CURVE.at(77))
 
 
 def test_a_profile_with_such_rates_survives_a_round_trip():

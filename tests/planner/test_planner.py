@@ -76,8 +76,8 @@ def test_what_a_run_taught_moves_the_next_prediction_to_what_was_measured():
     """The truth is a machine of the same kind that computes at 0.4 of the rate."""
     slow = replace(LAPTOP, gpu=None, link=None, prefill_share=0.4, decode_share=0.4)
     truth, planner = planner_of(ROOMY, found=slow), planner_of(ROOMY)
-    for each in (truth, planner):
-        each.place("opt-125m")
+    for planned in (truth, planner):
+        planned.place("opt-125m")
     plan = planner.plan(SIZE, ROOMY)
     measured = truth.learn(plan, WORKLOAD, 24, {"latency_s": 1.0}, is_whole=False)
     blocks = measured.latency_s / measured.block_s

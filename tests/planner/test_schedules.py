@@ -17,9 +17,9 @@ from flexgen_helm.scheduling.scheduler import WorkItem, work_items
 def test_an_order_takes_every_batch_through_all_stages_in_sequence(schedule, num_stages, num_batches):
     items = list(schedule.order(num_stages, num_batches))
     for batch in range(num_batches):
-        assert [stage for stage, other in items if other == batch] == list(range(num_stages))
+        assert [stage for stage, visited in items if visited == batch] == list(range(num_stages))
     for stage in range(num_stages):  # a later batch may attend to a shared prefix in an earlier one
-        assert [batch for other, batch in items if other == stage] == list(range(num_batches))
+        assert [batch for visited, batch in items if visited == stage] == list(range(num_batches))
     assert len(items) == num_stages * num_batches
     assert work_items(schedule, num_stages, num_batches) == [WorkItem(*item) for item in items]
     # Runs of items at one stage are what the weights are read for.

@@ -171,8 +171,8 @@ def test_what_is_advised_is_enough(before, after):
 def test_weights_that_lie_already_stay():
     problem = small(100, 200)
     weights = search(problem).policy
-    other = replace(problem, workload=Workload.uniform(100, 3, 50))
-    found = search(other, fixed=weights)
+    later = replace(problem, workload=Workload.uniform(100, 3, 50))
+    found = search(later, fixed=weights)
     assert (found.policy.wg, found.policy.wc) == pytest.approx((weights.wg, weights.wc), abs=1e-4)
 
 
