@@ -6,11 +6,12 @@ costs no more memory or time than the checkpoint's own size.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flexgen_helm.models.architectures.fields import MAX_LAYERS
 from flexgen_helm.models.config import ModelConfig
@@ -54,28 +55,45 @@ def check_config(config: ModelConfig) -> None:
 
 def _check_types(record: Any) -> None:
     """Compare each field with its annotation, those of records inside too; numbers must be finite and fit 64 bits."""
-    hints = _hints(record.__class__)
-    for field in fields(record):
-        name, value = field.name, getattr(record, field.name)
+    for name, hint in _hints(record.__class__).items():
+        value = getattr(record, name)
         if is_dataclass(value):
             _check_types(value)
             continue
-        try:
-            _adapter(hints[name]).validate_python(value)
-        except ValidationError:
-            kind = getattr(hints[name], "__name__", hints[name])
-            raise ValueError(f"{_title(name)} is {repr(value)[:80]}, where {kind} is expected") from None
-        numbers = [n for n in (value if isinstance(value, tuple) else (value,)) if isinstance(n, (int, float))]
-        if not all(abs(number) < _MAX_NUMBER for number in numbers):
+        if not _fits(value, hint):
+            kind = getattr(hint, "__name__", hint)
+            raise ValueError(f"{_title(name)} is {repr(value)[:80]}, where {kind} is expected")
+        if not all(math.isfinite(number) and abs(number) < _MAX_NUMBER for number in _numbers(value)):
             raise ValueError(f"{_title(name)} is {repr(value)[:80]}, which no model has")
 
 
-_hints = cache(get_type_hints)
-
-
 @cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(strict=True))
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Compare a value with an annotation; an integer is a float too, and a bool is no number."""
+    kind, members = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in members
+    if kind in (Union, UnionType):
+        return any(_fits(value, member) for member in members)
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        members = members[:1] * len(value) if members[-1] is ... else members
+        return len(value) == len(members) and all(map(_fits, value, members))
+    return isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool)
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, tuple):
+        for member in value:
+            yield from _numbers(member)
 
 
 def _title(name: str) -> str:
