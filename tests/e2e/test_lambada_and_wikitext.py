@@ -20,6 +20,7 @@ from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import MODEL, Place, figures
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
 PREFIX = 2  # of the fake tokenizer, whose tokens are characters
@@ -61,6 +62,14 @@ def folder_of(place: Place, entry: str) -> Path:
     return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
 
 
+@pytest.mark.slow
+def test_a_suite_equals_plain_runs_whatever_the_number_of_threads(suite: Place, tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.run("run", "-n", "1", entries=FAKE_ENTRIES)
+    assert place.results() == suite.results()
+    assert len(place.results()) == len(FAKE_ENTRIES)
+
+
 def test_wikitext_is_scored_by_the_definition(suite: Place) -> None:
     for entry, length in ((FAKE_ENTRIES[2], wikitext.MAX_LENGTH), (FAKE_ENTRIES[3], 50)):
         found = figures(folder_of(suite, entry))
@@ -83,9 +92,22 @@ def test_lambada_is_scored_by_the_definition(suite: Place) -> None:
     assert figures(folder_of(suite, FAKE_ENTRIES[0]))["exact_match"] == 0.0  # the fake knows no 'w'
 
 
+def test_every_instance_has_its_sums_for_paired_comparisons(suite: Place) -> None:
+    for entry, name in ((FAKE_ENTRIES[0], "exact_match"), (FAKE_ENTRIES[1], "logprob"), (FAKE_ENTRIES[2], "logprob")):
+        rows = json.loads((folder_of(suite, entry) / "per_instance_stats.json").read_text())
+        named = [row for row in rows if any(stat["name"]["name"] == name for stat in row["stats"])]
+        instances = len(PAGES) if entry.startswith("wikitext") else len(FAKE_PASSAGES)
+        assert len({row["instance_id"] for row in named}) == len(named) == instances
+
+
 def test_the_summary_leads_with_the_precise_names(suite: Place) -> None:
     shown = [list(read_scores(folder_of(suite, entry)).scores) for entry in FAKE_ENTRIES[:3]]
     assert shown == [["exact_match"], ["target_perplexity"], ["word_perplexity", "token_perplexity", "bits_per_byte"]]
+
+
+def test_files_of_a_run_name_no_folder_of_this_machine(suite: Place) -> None:
+    for entry in FAKE_ENTRIES:
+        assert str(ROOT) not in (folder_of(suite, entry) / "scenario.json").read_text()
 
 
 def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(

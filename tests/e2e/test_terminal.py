@@ -80,3 +80,13 @@ def check_quickstart(output: str, folder: Path) -> None:
         assert text in output, output
     for page, other in (("report", "compare"), ("compare", "report")):
         assert f'href="flexgen_{other}.html"' in (suite / f"flexgen_{page}.html").read_text()
+
+
+@pytest.mark.slow
+def test_quickstart(wheel_model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home" / "models" / wheel_model.parent.name
+    home.parent.mkdir(parents=True)
+    home.symlink_to(wheel_model.parent)
+    (tmp_path / "models.yaml").write_text("")
+    session = run(tmp_path, "quickstart", "-m", "2", "--precision", "fp16,paper-4bit")
+    check_quickstart(session.last, tmp_path)

@@ -31,7 +31,7 @@ from helm.common.request import Request, RequestResult
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import Engine, GenerationRequest, response_cache
-from flexgen_helm.engine import executor, predictions
+from flexgen_helm.engine import executor
 from flexgen_helm.errors import DiskFullError, NumericalError
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
 from flexgen_helm.offload.staging import ALIGNMENT, pages
@@ -184,7 +184,7 @@ def test_8_without_the_checks_it_is_an_answer(overflowing: Path, monkeypatch: py
     """The inverse. HELM leaves such a score out of its mean."""
     honest = executor._BatchState.check_finite
     monkeypatch.setattr(executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1))
-    monkeypatch.setattr(predictions.math, "isfinite", lambda value: True)
+    monkeypatch.setattr(executor.math, "isfinite", lambda value: True)
     result = scores(overflowing, prompts(1, 30)[0])
     assert result.error is None and result.prompt_logprobs is not None
     assert any(math.isnan(score) for score in result.prompt_logprobs[1:] if score is not None)
