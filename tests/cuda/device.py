@@ -20,14 +20,18 @@ All but the first two count by place: 'file:line' of the package's innermost fra
 
 CUDA graphs (`graphs`) are captured and replayed: `kernels` counts a replay as one, `graph_kernels` what it launches.
 
-What it does not model: time, 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
+With a `clock` copies, products and threads take simulated time, and overlap is measured.
+
+What it does not model: 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
 and launched as on a GPU, and a stand-in computes by plain PyTorch.
 """
 
 from __future__ import annotations
 
 import _thread
+import concurrent.futures.thread
 import mmap
+import queue
 import sys
 import threading
 from collections import Counter
@@ -47,6 +51,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
+from tests.cuda.clock import Clock, ClockLock, Lane, Op
 from tests.cuda.graphs import Capture, Graph, new_pool, placed
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
@@ -75,12 +80,15 @@ class Stream:
         self._world = _world()
         self.device = torch.device("cuda", self._world.index_of(device))
         self.actor = self._world.ordering.new_actor(f"{name} of {self.device}")
+        self.lane = Lane()
         self._world.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         ordering = self._world.ordering
         ordering.join(self.actor, ordering.snapshot(ordering.thread()))
         ordering.join(self.actor, ordering.certain(event.recordings))
+        if self._world.clock is not None:
+            self._world.clock.append(self.lane, Op("", 0.0, event.op))
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -96,8 +104,8 @@ class Stream:
     def query(self) -> bool:
         return self._world.ordering.is_completed({self.actor: self._world.ordering.snapshot(self.actor)[self.actor]})
 
-    def __eq__(self, stream: object) -> bool:
-        return isinstance(stream, Stream) and stream.actor == self.actor
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.actor == self.actor
 
     def __hash__(self) -> int:
         return hash(self.actor)
@@ -108,11 +116,13 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.recordings: list[Recording] = []
+        self.op: Op | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         world = _world()
         stream = stream or world.current_stream()
         self.recordings.append(world.ordering.record(stream.actor))
+        self.op = stream.lane.last
         del self.recordings[:-4096]
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -122,6 +132,8 @@ class Event:
         world = _world()
         world.forbid("waiting for an event")
         world.count(world.syncs)
+        if world.clock is not None:
+            world.clock.wait_for(self.op)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
 
     def query(self) -> bool:
@@ -255,8 +267,8 @@ class _Runtime:
 class Device:
     """One machine's CUDA devices; see the module. Counters may be cleared between two runs by `reset`."""
 
-    def __init__(self, num_devices: int, memory: int) -> None:
-        self.ordering = Ordering(_text)
+    def __init__(self, num_devices: int, memory: int, clock: Clock | None = None) -> None:
+        self.ordering, self.clock = Ordering(_text), clock
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
@@ -285,7 +297,7 @@ class Device:
 
     def check(self) -> None:
         """Assert that no race and no mix was seen."""
-        shown = [f"{count} x {first}\n      | {second}" for (first, second), count in self.races.most_common(8)]
+        shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
         assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
         assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
 
@@ -348,7 +360,10 @@ class Device:
         self._wait_for(stream or self.current_stream())
 
     def _wait_for(self, stream: Stream) -> None:
-        self.ordering.wait_for(self.ordering.snapshot(stream.actor))
+        steps = self.ordering.snapshot(stream.actor)
+        if self.clock is not None:
+            self.clock.wait_for(stream.lane.last)
+        self.ordering.wait_for(steps)
 
     def synchronize_device(self, device: Any = None) -> None:
         self.forbid("synchronizing the device")
@@ -414,7 +429,7 @@ class Device:
         with self.ordering.lock:
             size = 1 << max(0, num_bytes - 1).bit_length()
             self._pinned[storage._cdata] = StorageWeakRef(storage), size
-            self._pinned = {key: kept for key, kept in self._pinned.items() if not kept[0].expired()}
+            self._pinned = {key: own for key, own in self._pinned.items() if not own[0].expired()}
         self.count(self.pinned_allocations)
         self._watch(made)
         return made
@@ -423,7 +438,7 @@ class Device:
         storage = tensor.untyped_storage()
         with self.ordering.lock:
             if storage._cdata not in self._watched:
-                self._watched = {key: kept for key, kept in self._watched.items() if not kept[0].expired()}
+                self._watched = {key: own for key, own in self._watched.items() if not own[0].expired()}
                 self._watched[storage._cdata] = StorageWeakRef(storage), []
 
     def _is_watched(self, tensor: Tensor) -> bool:
@@ -441,9 +456,9 @@ class Device:
     # Operations
 
     def count(self, counter: Counter[str]) -> None:
-        line = _text(_trail(1))
+        place = _text(_trail(1))
         with self.ordering.lock:
-            counter[line] += 1
+            counter[place] += 1
 
     def forbid(self, what: str) -> None:
         """Break off a capture that is under way: of this thread, or of any if its mode is global."""
@@ -484,6 +499,9 @@ class Device:
     def access(self, what: str, device: Any, reads: list[Any], writes: list[Any]) -> None:
         """Note what a kernel on the device's current stream reads and writes."""
         stream, trail = self.current_stream(device).actor, _trail()
+        if self.clock is not None:
+            num_bytes = sum(end - first for first, end in (tensor.span for tensor in (*reads, *writes)))
+            self.clock.run(self.current_stream(device).lane, what, num_bytes)
         with self.ordering.lock:
             self.ordering.launch(stream)
             for tensors, is_write in ((reads, False), (writes, True)):
@@ -612,10 +630,10 @@ class Device:
                 self._mix(f"{name} of {tuple(tensor.shape)} {tensor.dtype} on the host")
 
     def _mix(self, what: str) -> None:
-        mix = f"{what} at {_text(_trail())}"
+        place = f"{what} at {_text(_trail())}"
         with self.ordering.lock:
-            self.mixes[mix] += 1
-        raise DeviceMixError(f"Expected all tensors to be on the same device: {mix}")
+            self.mixes[place] += 1
+        raise DeviceMixError(f"Expected all tensors to be on the same device: {place}")
 
     def _compute(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[CudaTensor]
@@ -672,9 +690,9 @@ class Device:
 
             def compute() -> None:
                 computed = kernel(*given, **values)
-                fresh = [x for x in _tensors((computed,)) if not any(x is old for old in _tensors((given,)))]
-                for target, new in zip(targets, fresh if targets else ()):
-                    target.copy_(new)
+                fresh = [x for x in _tensors((computed,)) if not any(x is own for own in _tensors((given,)))]
+                for target, own in zip(targets, fresh if targets else ()):
+                    target.copy_(own)
 
             capture.record(name, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made], compute)
         return result
@@ -713,9 +731,9 @@ class Device:
             return value
         if (original := originals.get(id(value))) is not None:
             return original
-        for operand in operands:
-            if operand.values is value:
-                return operand
+        for own in operands:
+            if own.values is value:
+                return own
         base = storages.get(value.untyped_storage()._cdata)
         if base is not None:
             return CudaTensor(value, base.lease, base.device)
@@ -796,7 +814,9 @@ def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
 
 
 def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
-    ordering = world.ordering
+    ordering, clock = world.ordering, world.clock
+    new_lock: Callable[[], Any] = _thread.allocate_lock if clock is None else lambda: ClockLock(clock)
+    new_rlock: Callable[[], Any] = _thread.RLock if clock is None else threading._PyRLock  # type: ignore[attr-defined]
 
     def own_threads(patch: pytest.MonkeyPatch) -> None:
         run, join, submit = threading.Thread.run, threading.Thread.join, ThreadPoolExecutor.submit
@@ -804,6 +824,10 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def started(self: threading.Thread) -> None:
             self._clock_at_start = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+            self._runs = new_lock()  # type: ignore[attr-defined]
+            self._runs.acquire()  # type: ignore[attr-defined]
+            if clock is not None:
+                clock.starts()
             start(self)
 
         def run_in_mode(self: threading.Thread) -> None:
@@ -814,8 +838,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
                     run(self)
             finally:
                 self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+                if clock is not None:
+                    self._runs.release()  # type: ignore[attr-defined]
+                    clock.ends()
 
         def joined(self: threading.Thread, timeout: float | None = None) -> None:
+            if clock is not None and self._runs.acquire():  # type: ignore[attr-defined]
+                self._runs.release()  # type: ignore[attr-defined]
             join(self, timeout)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_end", {}))
 
@@ -836,17 +865,21 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
+            self._idle_semaphore._cond = threading.Condition(new_lock())  # orders idle threads by chance
 
         patch.setattr(ThreadPoolExecutor, "__init__", made_without)
+        if clock is not None:  # what is written in C, or was made before, would block without the clock
+            patch.setattr(threading, "_allocate_lock", new_lock)
+            patch.setattr(concurrent.futures.thread, "_global_shutdown_lock", new_lock())
+            patch.setattr(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
 
     def own_locks(patch: pytest.MonkeyPatch) -> None:
         def lock() -> Any:
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
-            return _thread.allocate_lock() if counts else TrackedLock(ordering, _thread.allocate_lock())
+            return _thread.allocate_lock() if counts else TrackedLock(ordering, new_lock())
 
         patch.setattr(threading, "Lock", lock)
-        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
+        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, new_rlock()))
 
     def torch_cuda(patch: pytest.MonkeyPatch) -> None:
         class Properties:
@@ -916,7 +949,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
+            self._store_done = threading.Condition(new_rlock())  # it counts bytes, as those of `_COUNTING`
 
         patch.setattr(transfer_manager.TransferManager, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
@@ -926,7 +959,9 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, is_tried: bool = True) -> Iterator[Device]:
+def cuda_in_host_memory(
+    num_devices: int = 1, memory: int = 4 * GIB, clock: Clock | None = None, is_tried: bool = True
+) -> Iterator[Device]:
     """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back.
 
     is_tried: the engine takes its fast paths without trying them.
@@ -935,7 +970,7 @@ def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, is_tried: b
     assert _device is None, "one machine at a time"
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode uses it
     lifted = torch._C._only_lift_cpu_tensors()
-    world = _device = Device(num_devices, memory)
+    world = _device = Device(num_devices, memory, clock)
     try:
         with pytest.MonkeyPatch.context() as patch:
             _patch(patch, world, is_tried)
