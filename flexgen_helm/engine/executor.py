@@ -497,7 +497,7 @@ class Executor:
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
-        return torch.cat([values.double() for values in (tokens[:, None], *columns)], 1).flatten()
+        return torch.cat([tokens[:, None].double(), *columns], 1).flatten()  # all become float64
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
         if self.model.processors is not None:
