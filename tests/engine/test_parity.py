@@ -182,3 +182,15 @@ def test_the_matrix_unit_gives_the_same_numbers_without_copies(dtype, tmp_path, 
     for one, two in zip(unit, vectors):
         assert one.completions[0].token_ids == two.completions[0].token_ids
         assert 0 < max_difference(one, two) < 1e-5
+
+
+@pytest.mark.one_release
+def test_the_same_plan_gives_the_same_bits(tiny):
+    requests = [
+        GenerationRequest(prompt_token_ids=p, max_tokens=9, temperature=0.7 * (i % 2), echo_logprobs=True)
+        for i, p in enumerate(prompts(13, 50))
+    ]
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        first, second = engine.run(requests), engine.run(requests)
+    for a, b in zip(first, second):
+        assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)

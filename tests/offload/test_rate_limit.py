@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine.device import simulated_disk
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
-from flexgen_helm.offload.transfer_stats import RateLimit
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
 from tests.helpers.threads import in_thread
 
 SIZE = 16 * ALIGNMENT
@@ -33,7 +32,7 @@ def seconds(*actions) -> float:
 
 
 def test_files_of_a_disk_share_its_rate_and_directions_do_not(tmp_path):
-    rates = simulated_disk((SIZE / SECONDS / 1e9, SIZE / (2 * SECONDS) / 1e9))
+    rates = DiskRates(RateLimit(SIZE / SECONDS / 1e9), RateLimit(SIZE / (2 * SECONDS) / 1e9))
     files = [DirectFile(tmp_path / name, SIZE, create=True, rates=rates) for name in "ab"]
     content, buffers = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8), [pages(SIZE), pages(SIZE)]
     buffers[0].copy_(content)

@@ -385,7 +385,8 @@ def test_15_models_of_one_name_do_not_share_answers(tmp_path: Path, monkeypatch:
     assert [first.cached, second.cached, third.cached] == [False, False, True]
     assert first.completions == third.completions != second.completions
     # The inverse: one file for all models of a name.
-    monkeypatch.setattr(response_cache, "response_cache_path", lambda home, _: response_cache_path(home, "mine"))
+    one = response_cache_path(tmp_path / "home", "mine")
+    monkeypatch.setattr("flexgen_helm.service.service.response_cache_path", lambda *_: one)
     first, second, third = results()
     assert [first.cached, second.cached, third.cached] == [False, True, True]
     assert first.completions == second.completions

@@ -10,14 +10,16 @@ import shutil
 from urllib.parse import unquote
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import comparison_to_json
-from flexgen_helm.report.pages import TEXT_WIDTH, scores_page, suite_page
+from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, scores_page, suite_page
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
 from flexgen_helm.report.suite import read_suite, suite_to_json
+from flexgen_helm.report.tables import Table
 from flexgen_helm.report.throughput import padding
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
@@ -231,6 +233,13 @@ def failing(suite, *names):
     """Write the suite's file of a call in which these runs failed."""
     content = json.loads((suite / "flexgen_suite.json").read_text())
     (suite / "flexgen_suite.json").write_text(json.dumps({**content, "failed": list(names)}))
+
+
+def test_names_of_runs_break_after_commas_and_are_escaped():
+    table = Table(pd.DataFrame({"run": ["mmlu:a=<b>,model=m"], "tokens": ["1,234"]}))
+    made = Page("t", "s", [Section("x", [table])], {}).to_html()
+    assert "mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</span></th>" in made
+    assert '<td class="number" data-label="tokens"><span>1,234</span></td>' in made
 
 
 def test_efficiency_of_padding():
