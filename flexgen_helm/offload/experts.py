@@ -98,7 +98,7 @@ class ExpertStreamer:
         while self._wanted[0] != expert:
             self._give_up()
         self._load_wanted()
-        return self._tiers.wait(self._loads[expert].matrices, "weights", expert)[name]
+        return self._tiers.wait(self._loads[expert].matrices, "weights")[name]
 
     def finish(self) -> None:
         """End the use of a stage by a batch."""
@@ -168,7 +168,7 @@ class ExpertStreamer:
 
     def _load(self, expert: str, slot: int) -> dict[str, Tensor]:
         """Runs in a background thread."""
-        with self._tiers.stats.timed("load_weights", expert):
+        with self._tiers.stats.timed("load_weights"):
             if (readers := self._readers.get(slot)) is not None:
                 readers.synchronize()
             matrices = self._experts[expert].fetch(self._slots[slot])

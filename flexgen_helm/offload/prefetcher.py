@@ -273,7 +273,7 @@ class WeightPrefetcher:
     def _load(self, unit: Unit, slot: RingSlot) -> Tensor:
         """Runs in a background thread."""
         try:
-            with self._tiers.stats.timed("load_weights", unit.matrix.name):
+            with self._tiers.stats.timed("load_weights"):
                 if slot.after is not None:
                     slot.after.synchronize()
                 return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
@@ -283,7 +283,7 @@ class WeightPrefetcher:
     def _loaded(self, unit: Unit) -> Tensor:
         assert unit.rows is not None, "all units before it are released, so the ring has room"
         if not unit.rows.done():
-            with self._tiers.stats.timed("wait_weights", unit.matrix.name):
+            with self._tiers.stats.timed("wait_weights"):
                 unit.rows.exception()
         return unit.rows.result()
 

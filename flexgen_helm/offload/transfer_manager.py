@@ -386,14 +386,11 @@ class TransferManager:
             self.peak_pending_store_bytes = max(self.peak_pending_store_bytes, self._pending_store_bytes)
         return self.submit(f"{kind} out", counted)
 
-    def wait(self, future: Future[Result], kind: Kind, detail: str = "") -> Result:
-        """Return the future's result or raise its error; count the time until then as waiting.
-
-        detail: for the timeline.
-        """
+    def wait(self, future: Future[Result], kind: Kind) -> Result:
+        """Return the future's result or raise its error; count the time until then as waiting."""
         if future.done():
             return future.result()
-        with self.stats.timed(f"wait_{kind}", detail):
+        with self.stats.timed(f"wait_{kind}"):
             return future.result()
 
     def note_fetch(self, num_bytes: int) -> None:

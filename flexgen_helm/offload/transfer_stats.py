@@ -36,33 +36,14 @@ class ExpertCounts:
     wasted_bytes: int = 0
 
 
-class Span(NamedTuple):
-    """What a thread did at one time.
-
-    activity: as in `TransferStats.timed`, or 'stage': a batch in a stage of the model, what it waits for included.
-    detail: the stage, the matrix or the expert.
-    start: of `time.perf_counter`.
-    """
-
-    thread: str
-    activity: str
-    detail: str
-    start: float
-    seconds: float
-
-
 class TransferStats:
-    """Counters of one engine since the last `reset`.
-
-    spans: filled while it is a list; None for no timeline.
-    """
+    """Counters of one engine since the last `reset`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.experts = ExpertCounts()
-        self.spans: list[Span] | None = None
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
         with self._lock:
@@ -81,8 +62,8 @@ class TransferStats:
             self.experts.wasted_bytes += wasted_bytes
 
     @contextmanager
-    def timed(self, activity: str, detail: str = "") -> Iterator[None]:
-        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind; detail: for the timeline."""
+    def timed(self, activity: str) -> Iterator[None]:
+        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind."""
         start = time.perf_counter()
         try:
             yield
@@ -90,12 +71,6 @@ class TransferStats:
             seconds = time.perf_counter() - start
             with self._lock:
                 self._seconds[activity] += seconds
-            self.add_span(activity, detail, start, seconds)
-
-    def add_span(self, activity: str, detail: str, start: float, seconds: float) -> None:
-        """Add what this thread did to the timeline, if there is one."""
-        if self.spans is not None:  # appending is atomic
-            self.spans.append(Span(threading.current_thread().name, activity, detail, start, seconds))
 
     def bytes(self) -> dict[str, dict[str, int]]:
         """Return {link: {kind: bytes}} for all links and kinds."""

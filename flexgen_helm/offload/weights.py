@@ -13,7 +13,6 @@ Offloaded experts are staged whole, after the router has chosen them (`offload.e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -220,7 +219,7 @@ class TieredWeights:
         num_tokens: of the batch.
         used_again: another batch uses the stage next.
         """
-        prefetcher, began = self._prefetcher if self._staged[name] else None, time.perf_counter()
+        prefetcher = self._prefetcher if self._staged[name] else None
         self._likely = []
         with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
             yield _StageView(self, name, staged_rows, num_tokens, used_again)
@@ -228,7 +227,6 @@ class TieredWeights:
             self.streamer.finish()
             if self._likely:
                 self.streamer.guess(self._likely, torch.ones(len(self._likely)))
-        self._tiers.stats.add_span("stage", name, began, time.perf_counter() - began)
 
     def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
         """Load likely experts of a stage, the next one, while nothing else is loaded.
