@@ -29,7 +29,7 @@ from flexgen_helm.progress import ProgressPhase, report
 
 DEVICES = "devices.json"
 # Seconds after which a child hangs, its start and all paths included.
-TRIAL_S = 300
+TRIAL_S = 180
 # Policies are given, so any GPU's rates will do; compiled loops of the host are tried elsewhere.
 _VARIABLES = {"FLEXGEN_HELM_HARDWARE": "t4", "FLEXGEN_HELM_LOOPS": "0"}
 
