@@ -30,7 +30,6 @@ TORCH_FREE = [
     "flexgen_helm.scheduling.scheduler",
     "flexgen_helm.engine.fingerprint",
     "flexgen_helm.engine.machine_profile",
-    "flexgen_helm.engine.profiler",
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
     "flexgen_helm.models.architectures",
