@@ -167,8 +167,7 @@ def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: Unit
     slots, units = places.on(stored[0].device)
     for plane, data, new in zip(specs, stored, planes):
         target = plane.by_unit(data)
-        if not put_rows(target, slots, units, new):
-            target[slots, units] = new
+        put_rows(target, slots, units, new)
 
 
 def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:
