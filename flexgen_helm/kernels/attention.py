@@ -286,7 +286,7 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
         for way in ways:
             yield (
                 lambda way=way, seen=(at_first, rest): _joined(  # type: ignore[misc]
-                    *attend_segments(q[:2], seen[1], *way, attend_segments(q[:2], seen[0], *way))
+                    *attend_segments(q[:2], seen[1], *way, before=attend_segments(q[:2], seen[0], *way))
                 )
             )
 

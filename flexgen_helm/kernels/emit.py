@@ -74,7 +74,7 @@ class Loop:
             return self._compile(cache=True)
 
     def _compile(self, cache: bool) -> int:
-        compiled = numba.cfunc(types.void(int64), cache=cache, error_model="numpy")(self._function)
+        compiled: Any = numba.cfunc(types.void(int64), cache=cache, error_model="numpy")(self._function)
         return int(compiled.address)
 
 

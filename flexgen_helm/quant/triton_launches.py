@@ -83,13 +83,13 @@ def dequantize(
         lane, stripe = tl.arange(0, lanes)[:, None, None], first
         column = (chunk * vector)[None, :, None] + tl.arange(0, vector)[None, None, :]
         row, has_scale = stripe * group + lane, column < width
-        scale_at, apart = code_bytes * width + 2 * column, width
+        scale_at, apart = code_bytes * width + 2 * column, width  # type: ignore[assignment]
         codes_at, high_apart = lane * width + column, half * width
         inside = has_scale & (lane < half)
         low_inside, high_inside = inside & (row < rows), inside & (row + half < rows)
         on = tl.cast(half, tl.int64) * width
     data = packed + stripe * stripe_bytes
-    scale, offset = _scale_and_offset(data + scale_at, apart, has_scale, table, pairs)
+    scale, offset = _scale_and_offset(data + scale_at, apart, has_scale, table, pairs)  # type: ignore[arg-type]
     low, high = _codes(data + codes_at, data + codes_at + high_apart, inside, bits)
     at = out + row * width + column
     tl.store(at, low * scale + offset, mask=low_inside)
