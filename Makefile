@@ -57,7 +57,7 @@ $(CURDIR)/build/transformers/%: | install
 # What depends on transformers, with each of these releases: parity, the transformers backend, states, GGUF files, proofs.
 # With TEST_ALL every class runs with each release, else one in four, others for each; with the locked one all do.
 VERSION_TESTS := tests/engine/test_parity.py tests/engine/test_proof.py tests/models/test_transformers_backend.py \
-    tests/models/test_recurrent.py tests/checkpoint/test_parity.py tests/checkpoint/test_gguf_families.py
+    tests/models/test_recurrent.py tests/checkpoint/test_parity.py tests/checkpoint/test_gguf.py
 test-versions: install $(RELEASE_FOLDERS)
 	for folder in $(RELEASE_FOLDERS); do \
 	    PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not gpu and not one_release and (not slow or releases)' \

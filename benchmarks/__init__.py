@@ -26,13 +26,12 @@ KNOWN = (
     "ablation",
     "policy",
     "kernels",
-    "formats",
     "precisions",
     "gpu",
     "experts",
     "paper",
 )
-UNTIMED = ("accuracy", "formats", "paper")
+UNTIMED = ("accuracy", "paper")
 BUSY_LOAD = 0.5  # runnable processes
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.host_memory import MOUNTS, OWN, memory_groups
+from flexgen_helm.hardware.host_memory import CGROUP, MOUNTS, memory_groups
 
 _serials = itertools.count()
 
@@ -25,7 +25,7 @@ class MemoryGroup:
     groups only. So a limit on the caller's parent holds here too.
     """
 
-    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = OWN) -> None:
+    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = CGROUP) -> None:
         parent, self._version = _parent(mounts, own)
         self._folder = parent / f"flexgen-bench-{os.getpid()}-{next(_serials)}"
         try:

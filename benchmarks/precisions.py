@@ -84,11 +84,11 @@ def evaluate(
             options.tell(f"{precision}, LAMBADA: {flips(answers[FP16.name], answers[precision])}")
             yield engine
 
-    def prompts(engine: Engine) -> list[ComparedPrompts]:
-        return [text_windows(engine, text, WINDOW, windows)]
+    def prompts(engine: Engine) -> dict[str, ComparedPrompts]:
+        return {"": text_windows(engine, text, WINDOW, windows)}
 
     found = {}
-    for _, divergence in measure(load, FP16.name, MEASURED, prompts, folder=scratch):
+    for _, divergence in measure(load, [FP16.name, *MEASURED], prompts, folder=scratch):
         options.tell(describe(divergence))
         found[divergence.precision] = divergence
     return answers, found

@@ -14,10 +14,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import listed
 from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision, precision_named
 from flexgen_helm.request import MemoryLimits
@@ -92,106 +94,71 @@ def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> Memor
     return MemoryLimits(**parsed)
 
 
-def _parse_policy(value: Policy | str) -> Policy | str:
-    return value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value))
+def _reader(convert: Callable[[Any], Any], needs: str, accepts: Callable[[Any], object] = lambda value: True) -> Any:
+    """Return what converts a value, and raises ValueError(needs) where it cannot or the result is not accepted."""
 
-
-def _parse_rates(directions: str) -> Callable[[str | tuple[float, float]], tuple[float, float]]:
-    """Return what reads two rates in GB/s; directions: what the two are of, with an example."""
-
-    def parse(value: str | tuple[float, float]) -> tuple[float, float]:
-        try:
-            first, second = (float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
-        except (TypeError, ValueError):
-            first = second = 0.0
-        if not all(0 < rate < float("inf") for rate in (first, second)):
-            raise ValueError(f"must be two rates in GB/s, {directions}")
-        return first, second
+    def parse(value: Any) -> Any:
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            if accepts(converted := convert(value)):
+                return converted
+        raise ValueError(needs)
 
     return parse
 
 
-def _parse_layers(value: str | Iterable[int]) -> tuple[int, ...]:
-    parts = value.split(",") if isinstance(value, str) else [*value]
-    if not parts or not all(str(part).strip().isdecimal() for part in parts):
-        raise ValueError("must be numbers of layers, for example 10,14")
-    return tuple(int(part) for part in parts)
-
-
-def _parse_seconds(value: str | float) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        raise ValueError("must be a number of seconds") from None
-    if not seconds > 0:
-        raise UsageError(f"max_latency is {seconds:g} s; it must be more than 0")
-    return seconds
-
-
-def _parse_seed(value: str | int) -> int:
-    if isinstance(value, (bool, float)) or not str(value).removeprefix("-").isdecimal():
-        raise ValueError("must be an integer")
-    return int(value)
-
-
-def _parse_device(value: str) -> str:
-    if _DEVICE.fullmatch(value) is None:
-        raise ValueError("is not known; take auto, cpu, cuda[:i] or sim")
+def _as_given(value: Any) -> Any:
     return value
 
 
-def _parse_precision(value: Precision | str) -> Precision | str:
-    return value if isinstance(value, Precision) else precision_named(value).name
+def _one_of(*choices: str) -> Any:
+    return _reader(_as_given, f"is not known; take {listed(choices)}", choices.__contains__)
 
 
-def _parse_bool(value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
+def _parts(value: str | Iterable[Any]) -> Iterable[Any]:
+    return value.split(",") if isinstance(value, str) else value
 
 
-def _parse_template_choice(value: TemplateChoice) -> TemplateChoice:
-    choice = {"auto": "auto", "true": True, "false": False}.get(str(value).lower())
-    if choice is None:
-        raise ValueError("is not known; take auto, true or false")
-    return cast(TemplateChoice, choice)
+def _rates(directions: str) -> Any:
+    """Return what reads two rates in GB/s; directions: what the two are of, with an example."""
+    return _reader(
+        lambda value: tuple(map(float, _parts(value))),
+        f"must be two rates in GB/s, {directions}",
+        lambda rates: len(rates) == 2 and all(0 < rate < float("inf") for rate in rates),
+    )
 
 
-def _parse_template_kwargs(value: Mapping[str, Any] | str) -> dict[str, Any]:
-    try:
-        variables = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(variables, Mapping):
-            raise TypeError
-        return cast(dict[str, Any], json.loads(json.dumps(variables, allow_nan=False)))  # what a template can be given
-    except (TypeError, ValueError):
-        raise ValueError('must be a JSON object, for example {"enable_thinking": false}') from None
+_layers = _reader(
+    lambda value: tuple(int(str(part)) for part in _parts(value)),
+    "must be numbers of layers, for example 10,14",
+    lambda layers: layers and min(layers) >= 0,
+)
+_integer = _reader(lambda value: int(str(value)), "must be an integer")
+_flag = _reader(_as_given, "must be true or false", lambda value: isinstance(value, bool))
+_text = _reader(_as_given, "must be a text", str.strip)
+_device = _reader(_as_given, "is not known; take auto, cpu, cuda[:i] or sim", _DEVICE.fullmatch)
+_template_choice = _reader(
+    lambda value: {"auto": "auto", "true": True, "false": False}[str(value).lower()],
+    "is not known; take auto, true or false",
+)
+_template_kwargs = _reader(  # what a template can be given
+    lambda value: json.loads(json.dumps(json.loads(value) if isinstance(value, str) else value, allow_nan=False)),
+    'must be a JSON object, for example {"enable_thinking": false}',
+    lambda variables: isinstance(variables, dict),
+)
 
 
-def _parse_budget(value: str | int) -> int:
-    tokens = _parse_seed(value)
+def _budget(value: str | int) -> int:
+    tokens: int = _integer(value)
     if tokens < 0:
         raise ValueError("must be 0 or more")
     return tokens
 
 
-def _parse_text(value: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a text")
-    return value
-
-
-def _listed(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"is not known; take {_listed(choices)}")
-        return value
-
-    return parse
+def _seconds(value: str | float) -> float:
+    seconds: float = _reader(float, "must be a number of seconds")(value)
+    if not seconds > 0:
+        raise UsageError(f"max_latency is {seconds:g} s; it must be more than 0")
+    return seconds
 
 
 def option(
@@ -217,10 +184,10 @@ class EngineConfig:
     revision: str | None = option(None, "Branch, tag, or commit of the hub's repository.")
     precision: Precision | str | None = option(
         None,
-        f"Format of weights and KV cache: {_listed(PRECISIONS)} (-s: sparse attention; paper: FlexGen's own format). "
+        f"Format of weights and KV cache: {listed(PRECISIONS)} (-s: sparse attention; paper: FlexGen's own format). "
         "Default: what the model's name ends with, else fp16.",
         Flag("--precision", "NAME", tuple(PRECISIONS)),
-        parse=_parse_precision,
+        parse=lambda value: value if isinstance(value, Precision) else precision_named(value).name,
     )
     policy: Policy | str = option(
         "auto",
@@ -228,11 +195,11 @@ class EngineConfig:
         "batches of a block. wg,wc: percent of the weights on GPU and CPU; cg,cc: of the KV cache; hg,hc: of the "
         "hidden states; the rest is on the disk. Example: 48x3,20,80,0,100,0,100. `flexgen-helm plan` prints one.",
         Flag("--policy", "POLICY", ("auto",)),
-        parse=_parse_policy,
+        parse=lambda value: value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value)),
     )
     schedule: str = option(
         "auto",
-        f"Order of the work: auto (default), {_listed(SCHEDULES)}. auto takes zigzag or prefill-only for weights that "
+        f"Order of the work: auto (default), {listed(SCHEDULES)}. auto takes zigzag or prefill-only for weights that "
         "are streamed, else row.",
         Flag("--schedule", "NAME", ("auto", *SCHEDULES)),
         parse=_one_of("auto", *SCHEDULES),
@@ -259,44 +226,44 @@ class EngineConfig:
         "auto",
         "Device that computes: auto (default), cpu, cuda, cuda:1, or sim, a GPU simulated in host memory.",
         Flag("--device", "NAME", ("auto", "cpu", "cuda", "sim")),
-        parse=_parse_device,
+        parse=_device,
     )
     link_gb_s: tuple[float, float] | None = option(
         None,
         "GB/s to and from the simulated GPU, for example 12,12. Only with --device sim.",
         Flag("--link", "IN,OUT"),
-        parse=_parse_rates("in and out, for example 12,12"),
+        parse=_rates("in and out, for example 12,12"),
     )
     disk_gb_s: tuple[float, float] | None = option(
         None,
         "GB/s that a simulated disk reads and writes, for example 2,1. Only with --device sim.",
         Flag("--disk-rates", "READ,WRITE"),
-        parse=_parse_rates("of reads and writes, for example 2,1"),
+        parse=_rates("of reads and writes, for example 2,1"),
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
         "Layers of each rank of a pipeline, for example 10,14; by default equal shares, as for equal devices. "
         "Only under torchrun.",
         Flag("--pipeline-layers", "N,N,…"),
-        parse=_parse_layers,
+        parse=_layers,
     )
     overlap: bool = option(
         True,
         "Overlap transfers with computation.",
         Flag("--no-overlap", help="Do not overlap transfers with computation, to see what overlapping brings."),
-        parse=_parse_bool,
+        parse=_flag,
     )
     cpu_attention: bool = option(
         True,
         "Attend on the CPU to a KV cache in host memory, so it need not be copied to the GPU.",
         Flag("--no-cpu-attention", help="Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
-        parse=_parse_bool,
+        parse=_flag,
     )
     cuda_graphs: bool = option(
         True,
         "Launch the kernels of decode layers by CUDA graphs where all weights are in GPU memory.",
         Flag("--no-cuda-graphs", help="Launch every kernel of decode layers by itself instead of by CUDA graphs."),
-        parse=_parse_bool,
+        parse=_flag,
     )
     weights: WeightSource = option(
         "pretrained", "Where weights come from; dummy draws random ones.", parse=_one_of(*get_args(WeightSource))
@@ -310,7 +277,7 @@ class EngineConfig:
             help="Random weights instead of the model's, for measurements; the seed is 0 unless given.",
             implies=(("weights", "dummy"),),
         ),
-        parse=_parse_seed,
+        parse=_integer,
     )
     unverified: bool = option(
         False,
@@ -318,7 +285,7 @@ class EngineConfig:
         Flag(
             "--unverified", help="Compute also a model that differs from transformers here; records and pages say so."
         ),
-        parse=_parse_bool,
+        parse=_flag,
     )
     generation_config: str = option(
         "auto",
@@ -331,33 +298,33 @@ class EngineConfig:
         None,
         "Most seconds that a block of sequences may take; bounds the search for a policy.",
         Flag("--max-latency", "SECONDS"),
-        parse=_parse_seconds,
+        parse=_seconds,
     )
     apply_chat_template: TemplateChoice | None = option(
         None,
         "Send plain prompts as a user's turn of the chat template: auto, true or false. auto: if the tokenizer has a "
         "template and the model is no base model. Default: auto under HELM, else false. Scored prompts never get one.",
         Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=_PROMPTING),
-        parse=_parse_template_choice,
+        parse=_template_choice,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         'Variables of the chat template, as a JSON object, for example {"enable_thinking": false}.',
         Flag("--chat-template-kwargs", "JSON", commands=_CHATTING),
-        parse=_parse_template_kwargs,
+        parse=_template_kwargs,
         is_hashed=False,
     )
     system_prompt: str | None = option(
         None,
         "System message in front of every chat that has none.",
         Flag("--system-prompt", "TEXT", commands=_CHATTING),
-        parse=_parse_text,
+        parse=_text,
     )
     thinking_budget: int | None = option(
         None,
         "Most tokens that a thinking model thinks before it must answer; they count in max_tokens. Default: no limit.",
         Flag("--thinking-budget", "TOKENS", commands=_CHATTING),
-        parse=_parse_budget,
+        parse=_budget,
     )
 
     def __post_init__(self) -> None:
@@ -451,8 +418,8 @@ def with_options_of(
 
     def decorate(method: Callable[..., R]) -> Callable[Concatenate[type[T], str | os.PathLike[str], P], R]:
         signature = inspect.signature(method)
-        own = [known for known in signature.parameters.values() if known.kind is not inspect.Parameter.VAR_KEYWORD]
-        method.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        named = [known for known in signature.parameters.values() if known.kind is not inspect.Parameter.VAR_KEYWORD]
+        method.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
         method.__doc__ = document_options(method.__doc__ or "")
         return cast(Callable[Concatenate[type[T], str | os.PathLike[str], P], R], method)
 

@@ -159,12 +159,12 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         return []
     equal, longer, similar = [], [], []
     for candidate in dict.fromkeys(known):
-        letters, others = _letters(candidate), _words(candidate)
+        letters, found = _letters(candidate), _words(candidate)
         likeness = difflib.SequenceMatcher(None, letters, wanted).ratio()
-        rank = (-likeness - len(words & others) / len(words), candidate)
+        rank = (-likeness - len(words & found) / len(words), candidate)
         if letters == wanted:
             equal.append(rank)
-        elif letters.startswith(wanted) or all(any(other.startswith(word) for other in others) for word in words):
+        elif letters.startswith(wanted) or all(any(one.startswith(word) for one in found) for word in words):
             longer.append(rank)
         elif likeness >= _SIMILAR:
             similar.append(rank)
@@ -179,8 +179,8 @@ def question(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 def listed(names: Iterable[str]) -> str:
     """Return 'a', 'a or b', or 'a, b or c'."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _letters(name: str) -> str:

@@ -40,14 +40,16 @@ class Identified:
     def identity_text(self) -> str:
         """Write the record as `Name(field=value, ...)`."""
         record: Any = self
-        defaults = {field.name: field.default for field in fields(record)}
+        defaults = {entry.name: entry.default for entry in fields(record)}
         values = {name: self._constants.get(name) for name in self._first_version}
-        values |= {name: getattr(self, own) for name, own in self._first_version.items() if name not in self._constants}
+        values |= {
+            name: getattr(self, field) for name, field in self._first_version.items() if name not in self._constants
+        }
         known = {*self._first_version.values(), *self._later.values()}
-        for name, own in (*self._later.items(), *((own, own) for own in defaults if own not in known)):
-            assert defaults[own] is not MISSING or own in self._later.values(), f"{own} was added without a default"
-            if getattr(self, own) != defaults[own]:
-                values[name] = getattr(self, own)
+        for name, field in (*self._later.items(), *((field, field) for field in defaults if field not in known)):
+            assert defaults[field] is not MISSING or field in self._later.values(), f"{field} has no default"
+            if getattr(self, field) != defaults[field]:
+                values[name] = getattr(self, field)
         inside = ", ".join(f"{name}={text_of(value)}" for name, value in values.items())
         return f"{self._name_in_digests}({inside})"
 

@@ -9,13 +9,12 @@ import ast
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -82,12 +81,14 @@ def check_entries(
     has_plugins: flags of HELM's name modules or models that register what is not known here.
     needs_weights: False with dummy weights.
     """
-    own_deployments = _deployments(local_path)
-    has_plugins = has_plugins or _has_other_plugins()
-    names = list(models)
-    for run_entry in run_entries:
-        named = parse(run_entry)[1].get("model", "")
-        if named.startswith(("/", ".", "~")):
+    deployments = _deployments(local_path)
+    # What is registered by others is not known here.
+    is_open = has_plugins or any(
+        point.value.partition(".")[0] != "flexgen_helm" for point in entry_points(group="helm")
+    )
+    parsed = [(run_entry, *parse(run_entry)) for run_entry in run_entries]
+    for _, _, arguments in parsed:
+        if (named := arguments.get("model", "")).startswith(("/", ".", "~")):
             raise UsageError(naming_advice(named))
     if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
         first = run_entries[0]
@@ -95,24 +96,35 @@ def check_entries(
             f"the run entry {first!r} names no model: write {first}{',' if parse(first)[1] else ':'}model={PREFIX}"
             f"{WHEEL_MODEL}, or another name that `flexgen-helm models` lists"
         )
-    for run_entry in run_entries:
-        scenario, arguments = parse(run_entry)
-        if not has_plugins:
-            _check_scenario(scenario)
+    names = list(models)
+    for run_entry, scenario, arguments in parsed:
         model = arguments.get("model", "")
-        if not models and not has_plugins and model not in own_deployments:
-            _check_prefix(run_entry, model)
         names += [model, arguments.get("model_deployment", "")]
+        if is_open:
+            continue
+        registered = getattr(sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ())
+        if (known := run_spec_names().union(registered)) and scenario not in known:
+            raise UsageError(
+                f"the scenario {scenario!r} is not known; {question(scenario, known)}`flexgen-helm entries` lists run "
+                "entries"
+            )
+        # All names of HELM have a slash, but for groups such as `text`.
+        is_ours = "/" not in model and {model, base_name(model)} & set(known_names().values())
+        if is_ours and not models and model not in deployments:
+            raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
     for name in dict.fromkeys(names):
-        if name in own_deployments:
-            if (path := own_deployments[name]) is not None and needs_weights:
-                _check_weights(resolve(path))
+        resolved = None
+        if name in deployments:
+            if (path := deployments[name]) is not None and needs_weights:
+                resolved = resolve(path)
         elif name.startswith(PREFIX):
             resolved = _resolve(name.removeprefix(PREFIX))
-            if needs_weights:
-                _check_weights(resolved)
-    for run_entry in () if has_plugins else run_entries:
-        _check_scenario_arguments(run_entry)
+        # What the hub has is not asked.
+        if needs_weights and resolved and resolved.path is not None and resolved.arguments.get("weights") != "dummy":
+            local_weights(resolved)
+    if not is_open:
+        for run_entry, scenario, arguments in parsed:
+            _check_scenario_arguments(run_entry, scenario, arguments)
 
 
 def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str]:
@@ -166,9 +178,9 @@ def conf_file(path: Path) -> Path:
 
 def given_models(given: Namespace) -> list[ResolvedModel]:
     """Return our models that the arguments of `helm-run` name; none whose names the user's own files define."""
-    own = _deployments(Path(given.local_path or "prod_env"))
+    deployments = _deployments(Path(given.local_path or "prod_env"))
     named = [*(given.models_to_run or ()), *(parse(entry)[1].get("model", "") for entry in given_entries(given))]
-    names = [name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in own]
+    names = [name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in deployments]
     return [_resolve(name.removeprefix(PREFIX)) for name in names]
 
 
@@ -184,13 +196,11 @@ def hints(run_entries: Sequence[str]) -> list[str]:
     ]
 
 
-@cache
 def run_spec_names() -> frozenset[str]:
     """Return the names of all run specs of HELM and of this package; empty if HELM is not installed."""
     return frozenset(_run_spec_files())
 
 
-@cache
 def own_run_specs() -> frozenset[str]:
     """Return the names of the run specs of this package."""
     ours = set(_folders("flexgen_helm.scenarios"))
@@ -210,34 +220,24 @@ def _run_spec_files() -> dict[str, Path]:
 
 def _folders(package: str) -> list[Path]:
     spec = find_spec(package)
-    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 @cache
 def _run_expanders() -> frozenset[str]:
     """Return the arguments that every run spec of HELM takes; empty if they are not found."""
     files = [folder / "benchmark" / "run_expander.py" for folder in _folders("helm")]
-    return frozenset(
-        name for file in files if file.is_file() for name in _RUN_EXPANDER.findall(file.read_text(encoding="utf-8"))
-    )
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return frozenset(name for text in texts for name in _RUN_EXPANDER.findall(text))
 
 
-def _check_scenario_arguments(run_entry: str) -> None:
+def _check_scenario_arguments(run_entry: str, scenario: str, given: Mapping[str, str]) -> None:
     """Refuse an entry that lacks an argument of its run spec, or has one that does not exist."""
-    scenario, given = parse(run_entry)
-    file, expanders = _run_spec_files().get(scenario), _run_expanders()
-    function = None if file is None else _function(file, scenario)
+    function, expanders = _function(scenario), _run_expanders()
     if function is None or not expanders:
         return
-    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    names = [parameter.arg for parameter in parameters]
-    positional = names[: len(names) - len(function.args.kwonlyargs)]
-    required = positional[: len(positional) - len(function.args.defaults)]
-    required += [
-        parameter.arg
-        for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults)
-        if default is None
-    ]
+    names = [parameter.arg for parameter in function.args.args + function.args.kwonlyargs]
+    required = names[: len(function.args.args) - len(function.args.defaults)]
     unknown = [key for key in given if key not in names and key not in expanders]
     if unknown and function.args.kwarg is None:
         meant = question(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
@@ -256,40 +256,15 @@ def _check_scenario_arguments(run_entry: str) -> None:
 
 
 @cache
-def _function(file: Path, scenario: str) -> ast.FunctionDef | None:
+def _function(scenario: str) -> ast.FunctionDef | None:
     """Return the function that makes a run spec; None where its source is written in another way."""
-    with suppress(OSError, SyntaxError):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and any(
-                isinstance(call, ast.Call) and any(getattr(argument, "value", "") == scenario for argument in call.args)
-                for call in node.decorator_list
-            ):
-                return node
+    with suppress(KeyError, OSError, SyntaxError):
+        for node in ast.parse(_run_spec_files()[scenario].read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                for call in node.decorator_list:
+                    if isinstance(call, ast.Call) and scenario in [getattr(value, "value", "") for value in call.args]:
+                        return node
     return None
-
-
-def _check_scenario(name: str) -> None:
-    known = run_spec_names() | _registered()
-    if name in known or not known:
-        return
-    raise UsageError(
-        f"the scenario {name!r} is not known; {question(name, known)}`flexgen-helm entries` lists run entries"
-    )
-
-
-def _registered() -> frozenset[str]:
-    """Return the run specs that are registered in this process, by whatever module."""
-    return frozenset(getattr(sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ()))
-
-
-def _has_other_plugins() -> bool:
-    return any(point.value.partition(".")[0] != "flexgen_helm" for point in entry_points(group="helm"))
-
-
-def _check_prefix(run_entry: str, model: str) -> None:
-    """Refuse a name of ours without `flexgen/`. All names of HELM have a slash, but for groups such as `text`."""
-    if "/" not in model and {model, base_name(model)} & set(known_names().values()):
-        raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
 
 
 def _resolve(short: str) -> ResolvedModel:
@@ -299,27 +274,20 @@ def _resolve(short: str) -> ResolvedModel:
     return resolve(short.replace("/", "--"))
 
 
-def _check_weights(model: ResolvedModel) -> None:
-    """Refuse a folder without weights; what the hub has is not asked."""
-    if model.path is not None and model.arguments.get("weights") != "dummy":
-        local_weights(model)
-
-
 def _deployments(folder: Path) -> dict[str, str | None]:
     """Return the names in the user's deployment file that mean more than the name itself says, and paths of models."""
+    found: dict[str, str | None] = {}
     try:
         content = yaml.safe_load((folder / "model_deployments.yaml").read_text(encoding="utf-8"))
-        return dict(pair for entry in content["model_deployments"] for pair in _names_of(entry))
+        for entry in content["model_deployments"]:
+            is_ours = entry["client_spec"]["class_name"] == CLIENT_CLASS
+            arguments = entry["client_spec"].get("args") or {}
+            path, model = arguments.get("path"), entry.get("model_name")
+            # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its
+            # name.
+            if not is_ours or path or model:
+                has_weights = is_ours and path and arguments.get("weights") != "dummy"
+                found |= dict.fromkeys(filter(None, (entry["name"], model)), str(path) if has_weights else None)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return {}  # HELM says what is wrong with it
-
-
-def _names_of(entry: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    is_ours, arguments = entry["client_spec"]["class_name"] == CLIENT_CLASS, entry["client_spec"].get("args") or {}
-    # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its name.
-    if not is_ours or arguments.get("path") or entry.get("model_name"):
-        has_weights = is_ours and arguments.get("path") and arguments.get("weights") != "dummy"
-        path = str(arguments["path"]) if has_weights else None
-        yield entry["name"], path
-        if entry.get("model_name"):
-            yield entry["model_name"], path
+    return found

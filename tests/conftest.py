@@ -54,11 +54,11 @@ def _leave_cases_to_the_slow_suite(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("fast") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for own in cases.values():
-        mark = own[0].get_closest_marker("fast")
+    for group in cases.values():
+        mark = group[0].get_closest_marker("fast")
         assert mark is not None
-        kept = {round(i * (len(own) - 1) / max(1, mark.args[0] - 1)) for i in range(mark.args[0])}
-        for number, item in enumerate(own):
+        kept = {round(i * (len(group) - 1) / max(1, mark.args[0] - 1)) for i in range(mark.args[0])}
+        for number, item in enumerate(group):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
 

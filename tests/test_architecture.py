@@ -24,38 +24,26 @@ TORCH_FREE = [
     "flexgen_helm",
     "flexgen_helm.checkpoint.names",
     "flexgen_helm.config",
-    "flexgen_helm.distributed.dispatcher",
     "flexgen_helm.distributed.ray_cluster",
     "flexgen_helm.cli",
-    "flexgen_helm.request",
-    "flexgen_helm.scheduling.sequence",
     "flexgen_helm.response_cache",
-    "flexgen_helm.scheduling.work_items",
     "flexgen_helm.scheduling.scheduler",
-    "flexgen_helm.engine.machine_profile",
     "flexgen_helm.engine.fingerprint",
     "flexgen_helm.engine.machine_profile",
     "flexgen_helm.engine.profiler",
-    "flexgen_helm.hardware.threads",
-    "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
     "flexgen_helm.models.architectures",
     "flexgen_helm.planner.weight_placement",
     "flexgen_helm.planner.search",
-    "flexgen_helm.planner.plan",
-    "flexgen_helm.planner.policy",
     "flexgen_helm.benchmarks.paper.tables",
     "flexgen_helm.planner.planner",
     "flexgen_helm.report.throughput",
     "flexgen_helm.harnesses.openai_formats",
-    "flexgen_helm.service.loaders",
-    "flexgen_helm.service.models",
     "flexgen_helm.service.process",
     "flexgen_helm.service.service",
     "flexgen_helm.run_entries",
     "flexgen_helm.runs.data",
-    "flexgen_helm.runs.lengths",
     "flexgen_helm.planner.plan",
     "flexgen_helm.cli.suite_lengths",
 ]
@@ -179,69 +167,6 @@ def test_a_circle_is_found():
     ours = sources_by_module()
     low, high = "flexgen_helm.tokenizer.chat", "flexgen_helm.plugin.suite"
     assert circle({**ours, low: ours[low] + f"\ndef f():\n    import {high}\n"}) is not None
-
-
-# Who may know by what a model is computed: what opens its files. All others see `ModelConfig`.
-KNOW_THE_KIND = {"catalog.py", "open.py", "state_dict_checkpoint.py"}
-
-
-def knows_the_kind(source: str) -> bool:
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
-    return any(alias.name in ("DecoderConfig", "TransformersConfig") for node in nodes for alias in node.names)
-
-
-def test_few_know_by_what_a_model_is_computed():
-    outside = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "models"]
-    assert {path.name for path in outside if knows_the_kind(path.read_text())} == KNOW_THE_KIND
-    assert knows_the_kind("def f():\n    from flexgen_helm.models.decoder_config import RopeConfig, DecoderConfig")
-
-
-def test_ray_is_imported_in_one_place():
-    """The extra is optional, and the engine's own package knows nothing of it."""
-    importers = [path.name for path in PACKAGE.rglob("*.py") if "ray" in map(top_level, imports(path.read_text()))]
-    assert importers == ["ray_cluster.py"]
-
-
-def top_level(name: str) -> str:
-    return name.split(".")[0]
-
-
-def borrowed(source: str) -> list[str]:
-    """What a module imports from test files or from conftest, at any depth."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "absolute imports only"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-    paths = ((name, name.split(".")) for name in found)
-    return [
-        name
-        for name, (first, *rest) in paths
-        if first == "tests" and any(part == "conftest" or part.startswith("test_") for part in rest)
-    ]
-
-
-def test_what_tests_share_lies_in_helpers():
-    for path in (ROOT / "tests").rglob("*.py"):
-        assert borrowed(path.read_text()) == [], path
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from tests.conftest import tiny",
-        "from tests import conftest",
-        "from tests.engine.test_parity import prompts",
-        "from tests.engine import test_parity",
-        "import tests.engine.test_parity as parity",
-        "def f():\n    from tests.test_identity import write_model",
-    ],
-)
-def test_what_is_borrowed_from_another_test_file_is_found(line):
-    assert len(borrowed(line)) == 1
-    assert borrowed("import pytest\nfrom tests.helpers import parity\nfrom flexgen_helm.testing import test_x") == []
 
 
 def run_python(code: str) -> str:

@@ -14,38 +14,9 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.concurrency import computed_ahead, single_flight
-from tests.helpers.tokenizers_by_family import FAMILIES
+from flexgen_helm.concurrency import single_flight
 
 THREADS = 32
-# A process in which nothing is imported yet, as HELM's with `-n 32` when the first request comes.
-LOAD_TOKENIZER = """
-import sys, threading
-from functools import cache
-from flexgen_helm.concurrency import single_flight
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
-
-assert "transformers" not in sys.modules
-loads, tokenizers, errors = [], [], []
-barrier = threading.Barrier(32)
-
-@{decorator}
-def load(path):
-    loads.append(path)
-    return Tokenizer.from_path(path)
-
-def request():
-    barrier.wait()
-    try:
-        tokenizers.append(load(sys.argv[1]))
-    except Exception as error:
-        errors.append(error)
-
-threads = [threading.Thread(target=request) for _ in range(32)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(len(loads), len(tokenizers), errors[:1])
-"""
 # What `transformers` does: the module that others may see unfinished is replaced at the end of its import.
 REPLACES_ITSELF = """
 import sys, time, types
@@ -70,9 +41,9 @@ def request():
 first = threading.Thread(target=request)
 first.start()
 while "replaces_itself" not in sys.modules: time.sleep(0.001)
-others = [threading.Thread(target=request) for _ in range(7)]
-for thread in others: thread.start()
-for thread in [first, *others]: thread.join()
+later = [threading.Thread(target=request) for _ in range(7)]
+for thread in later: thread.start()
+for thread in [first, *later]: thread.join()
 print(len(errors))
 """
 
@@ -80,17 +51,6 @@ print(len(errors))
 def in_new_process(program: str, *arguments: Path) -> str:
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("architecture", ["gpt2", "opt"])  # tokenizer.json, and vocab.json with merges.txt
-@pytest.mark.parametrize("decorator", ["single_flight", "cache"])
-def test_first_requests_of_a_process_load_a_tokenizer_once(tmp_path: Path, architecture: str, decorator: str) -> None:
-    """Without single flight many threads load for themselves; under the import lock that is no error either."""
-    folder = FAMILIES[architecture].write(tmp_path / architecture)
-    loads, results, errors = in_new_process(LOAD_TOKENIZER.format(decorator=decorator), folder).split(maxsplit=2)
-    assert (results, errors) == (str(THREADS), "[]")
-    assert int(loads) == 1 if decorator == "single_flight" else int(loads) > 1
 
 
 @pytest.mark.parametrize(("guard", "errors"), [("import_lock('replaces_itself')", "0"), ("nullcontext()", "7")])
@@ -149,35 +109,3 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again() -> None:
     results = call_at_once(load, ["a"] * 8)
     assert len(called) == 1 and {str(error) for error in results} == {"no network"}
     assert load("a") == load("a") == "a" and len(called) == 2
-
-
-@pytest.mark.parametrize("cores", [1, 2, 9])
-def test_results_computed_ahead_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    begun: list[int] = []
-
-    def compute(item: int) -> int:
-        begun.append(item)
-        time.sleep(0.02 / (item + 1))  # later items are done first
-        return item * item
-
-    results = computed_ahead(compute, range(12), 4)
-    assert next(results) == 0
-    time.sleep(0.2)
-    assert len(begun) <= 1 + min(cores, 4) + (cores > 1), "no more than were asked for"
-    assert list(results) == [item * item for item in range(1, 12)]
-    assert sorted(begun) == list(range(12))
-
-
-def test_an_error_ahead_is_raised_at_its_place() -> None:
-    def compute(item: int) -> float:
-        return 1 / (3 - item)
-
-    results = computed_ahead(compute, range(8), 4)
-    assert [next(results) for _ in range(3)] == [1 / 3, 1 / 2, 1.0]
-    with pytest.raises(ZeroDivisionError):
-        next(results)
-    results = computed_ahead(compute, range(3), 4)
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]

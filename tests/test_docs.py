@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
 import re
 import shlex
 import subprocess
@@ -19,8 +17,6 @@ from tests.helpers.scripts import load
 
 DOCS = ROOT / "docs"
 TEXT = {".py", ".md", ".cfg", ".toml", ".yml", ".yaml", ".conf", ".html"}
-# Design notes that never were part of this repository.
-FOREIGN_PAGES = re.compile(r"\b(INTERFACES|HELM_CONTRACT|RELIABILITY|MEASURED\.md|ENGINE\.md|shared/design)\b")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -93,33 +89,11 @@ def test_pages_and_files_that_are_named_exist() -> None:
     assert found == {}
 
 
-def test_no_page_of_another_place_is_cited() -> None:
-    this = name_of(Path(__file__))
-    found = {name: FOREIGN_PAGES.findall(text) for name, text in tracked_text() if name != this}
-    assert {name: cited for name, cited in found.items() if cited} == {}
-
-
 def test_an_absent_page_is_found() -> None:
     assert absent_pages("see docs/helm.md, docs/index.md and `tests/nowhere.py`") == [
         "docs/helm.md",
         "tests/nowhere.py",
     ]
-    assert FOREIGN_PAGES.search("(INTERFACES, 'Equal scores')")
-
-
-def modules_named(text: str) -> set[str]:
-    """Modules in backticks, such as `engine/executor.py`; those of the package without its name."""
-    return set(re.findall(r"`(?:flexgen_helm/)?([\w/]+\.py)`", text))
-
-
-def module_exists(name: str) -> bool:
-    return (ROOT / name).exists() or (ROOT / "flexgen_helm" / name).exists()
-
-
-def test_modules_that_the_docs_name_exist() -> None:
-    named = {name_of(page): modules_named(page.read_text(encoding="utf-8")) for page in pages()}
-    absent = {page: sorted(m for m in modules if not module_exists(m)) for page, modules in named.items()}
-    assert {page: modules for page, modules in absent.items() if modules} == {}
 
 
 def test_every_environment_variable_is_described() -> None:
@@ -158,50 +132,10 @@ def test_pictures_of_the_papers_tables_are_up_to_date() -> None:
     assert page.count("](images/") == len(drawn)
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def shell_lines(text: str) -> Iterator[str]:
     """Lines of a page's code blocks, continued lines joined, without prompts."""
     for _, block in FENCE.findall(text):
         yield from (line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines())
-
-
-def known_options() -> dict[str, set[str]]:
-    """Options of each command of flexgen-helm; run and lm-eval have those of their harness too."""
-    from helm.benchmark.run import add_run_args
-    from lm_eval._cli import HarnessCLI
-
-    from flexgen_helm.cli.app import app
-
-    parser = argparse.ArgumentParser()
-    add_run_args(parser)
-    helm_run = set(parser._option_string_actions) | {"-c", "-r", "--conf-paths", "--run-entries", "--help"}
-    root: Any = typer.main.get_command(app)
-    options = {
-        name: {option for param in command.params for option in param.opts} | {"--help"}
-        for name, command in root.commands.items()
-    }
-    options["run"] |= helm_run
-    harness = HarnessCLI()._subparsers.choices["run"]
-    options["lm-eval"] |= set(harness._option_string_actions)
-    return {**options, "": {"--version", "--help"}}
-
-
-def test_commands_that_the_docs_show_exist() -> None:
-    options = known_options()
-    wrong = []
-    for page in pages():
-        for line in shell_lines(page.read_text(encoding="utf-8")):
-            if not line.startswith("flexgen-helm "):
-                continue
-            words = shlex.split(line, comments=True)[1:]
-            command = words[0] if words and not words[0].startswith("-") else ""
-            used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-            if command not in options or not used <= options[command]:
-                wrong.append(f"{name_of(page)}: {line}")
-    assert wrong == []
 
 
 def shown_commands() -> list[str]:
@@ -222,7 +156,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", [line for line in shown_commands() if line.startswith("flexgen-helm plan ")])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if " -c " in line or " -r " in line else [])
+        for line in shown_commands()
+        if line.startswith("flexgen-helm plan ")
+    ],
+)
 def test_plans_that_the_docs_show_are_made(line: str, checkout: None, capsys: pytest.CaptureFixture[str]) -> None:
     from flexgen_helm.cli import main
 
@@ -249,19 +190,3 @@ def test_arguments_that_the_docs_show_are_taken(checkout: None) -> None:
         options = options_of_flags({flag: context.params.get(flag) for flag in FLAGS})
         for precision in str(options.pop("precision", "fp16")).split(","):
             EngineConfig(**options, precision=precision)
-
-
-def test_make_targets_that_the_docs_name_exist() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in pages():
-        text = page.read_text()
-        named = set(re.findall(r"`make ([\w-]+)", text)) | {
-            line.split()[1] for line in shell_lines(text) if line.startswith("make ")
-        }
-        assert named <= targets, page
-
-
-def test_python_blocks_can_be_parsed(page: Path) -> None:
-    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
-        if language == "python":
-            ast.parse(block)

@@ -23,8 +23,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.models.decoder_config import RopeConfig
-from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.service import request_key
@@ -38,11 +37,6 @@ REQUESTS = [
     GenerationRequest(prompt_token_ids=(7, 8, 60), max_tokens=0, echo_logprobs=True),
     GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.8, top_p=0.9, seed=5, n=2),
 ]
-OWN = Precision(
-    "own",
-    GroupFormat(3, 128, "in", "word", "error"),
-    cache=CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
-)
 
 
 def write_model(folder: Path) -> Path:
@@ -78,10 +72,6 @@ def write_model(folder: Path) -> Path:
 @pytest.mark.parametrize("name", GOLDEN["precisions"])
 def test_labels_of_precisions_are_those_of_0_1_0(name: str) -> None:
     assert [PRECISIONS[name].label, PRECISIONS[name].weights_label] == GOLDEN["precisions"][name]
-
-
-def test_labels_of_own_formats_are_those_of_0_1_0() -> None:
-    assert [OWN.label, OWN.weights_label] == GOLDEN["own"]
 
 
 @pytest.mark.parametrize("name", GOLDEN["specs"])
@@ -229,8 +219,9 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("weights", ["pretrained", "dummy"])
-@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize(
+    "form, weights", [("tokenizer.json", "pretrained"), ("vocab.json", "pretrained"), ("vocab.json", "dummy")]
+)
 def test_every_file_that_is_opened_is_in_the_fingerprint(
     form: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.names import close_names
@@ -57,16 +55,6 @@ def test_a_family_finds_its_members() -> None:
 @pytest.mark.parametrize("typed", ["", "-", "bert-base", "falcon-40b", "tinyllama", "zzz"])
 def test_what_is_like_nothing_finds_nothing(typed: str) -> None:
     assert close_names(typed) == []
-
-
-@given(st.sampled_from(sorted(CATALOG)), st.data())
-def test_case_and_punctuation_do_not_count(name: str, data: st.DataObject) -> None:
-    """However a catalog name is punctuated, the names with its letters come first, and nothing else with them."""
-    letters = name.replace("-", data.draw(st.sampled_from(["", "_", " ", "--"])))
-    typed = letters.upper() if data.draw(st.booleans()) else letters
-    bare = name.replace("-", "").replace(".", "").replace("_", "")
-    same = {other for other in CATALOG if other.replace("-", "").replace(".", "").replace("_", "") == bare}
-    assert set(closest(typed, CATALOG)) == same
 
 
 def test_lists_for_sentences() -> None:

@@ -23,8 +23,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
-from flexgen_helm.offload.prefetcher import StagedMatrix
-from flexgen_helm.offload.staging import RingSlot
+from flexgen_helm.offload.prefetcher import RingSlot, StagedMatrix
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.forks import python
@@ -106,11 +105,6 @@ def test_the_page_lists_the_files_that_a_request_passes(tiny: Callable[[str], Ti
     page = PAGE.read_text()
     assert listed(page) == set(files)
     assert f"{len(files)} files" in page
-
-
-def test_a_file_that_is_not_listed_is_missed() -> None:
-    page = PAGE.read_text()
-    assert len(listed(page)) == len(listed(page.replace("| `service/service.py` |", "| service |"))) + 1
 
 
 def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> set[str]:
@@ -217,7 +211,7 @@ def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, mon
     monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path, page = tiny("llama").path, PAGE.read_text()
     limit = int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
-    prompts = [[2 + (5 * place + i) % 300 for i in range(12)] for place in range(9)]
+    prompts = [[2 + (5 * number + i) % 300 for i in range(12)] for number in range(9)]
     asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=4) for prompt in prompts]
     with Engine.from_pretrained(path, device="cpu", limits=MemoryLimits(cpu=limit), offload_dir=tmp_path) as engine:
         climbs = climbs_of(lambda: engine.run(asked), order_of_packages(page))

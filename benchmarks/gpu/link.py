@@ -147,14 +147,14 @@ def _device() -> dict[str, float]:
 def _choices() -> dict[str, Any]:
     from flexgen_helm.engine.engine import compute_dtype
     from flexgen_helm.kernels.products import matmul_flops
-    from flexgen_helm.models.attention import _device_kernel
+    from flexgen_helm.models.attention import device_kernel
 
     device = torch.device("cuda", 0)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    kernels = {f"{dtype}, mask {mask}": _device_kernel(device, dtype, 128, mask) for dtype in dtypes for mask in (0, 1)}
+    kernels = {f"{dtype}, mask {mask}": device_kernel(device, dtype, 128, mask) for dtype in dtypes for mask in (0, 1)}
     return {
         "free_gib": torch.cuda.mem_get_info()[0] / GIB,
         "flops": {str(dtype): matmul_flops(device, dtype) for dtype in dtypes},
         "compute_dtype": {str(dtype): str(compute_dtype(device, dtype)) for dtype in dtypes[:2]},
-        "attention": {name: getattr(kernel, "__name__", "formula") for name, kernel in kernels.items()},
+        "attention": {name: kernel or "formula" for name, kernel in kernels.items()},
     }

@@ -20,7 +20,7 @@ from flexgen_helm.benchmarks import accelerate_task
 from flexgen_helm.benchmarks.common import tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
-from flexgen_helm.checkpoint.dummy import DummyCheckpoint
+from flexgen_helm.checkpoint.checkpoint import DummyCheckpoint
 from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.offload.matrices import MatrixLoader
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
@@ -130,7 +130,7 @@ def _throttle(gb_s: float) -> None:
     """Hold each direction of the link to a rate, as that of an older card."""
     limits, copy = {"cpu": RateLimit(gb_s), "cuda": RateLimit(gb_s)}, CudaCopyEngine._copy
 
-    def slow(self: CudaCopyEngine, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+    def slow(self: CudaCopyEngine, source: Tensor, target: Tensor) -> Tensor:
         with limits[target.device.type].transfer(source.nbytes):
             return copy(self, source, target)
 

@@ -6,18 +6,20 @@ float16 Gemma's, which GGUF files store as 1 + w in float32, moved log-probabili
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from math import prod
+from itertools import zip_longest
+from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredRange, TensorT
+from flexgen_helm.checkpoint.stored_tensors import StoredRange
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
@@ -163,29 +165,12 @@ class Checkpoint(ABC):
             raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
 
 
-class FileCheckpoint(Checkpoint, Generic[TensorT]):
-    """Weights in files, whose constructor calls `_use` with the model's tensors."""
-
-    def _use(self, tensors: Mapping[str, MatchedTensor[TensorT]]) -> None:
-        self._tensors = tensors
-        self._choose_type((tensor.stored.dtype, self.shapes[name]) for name, tensor in tensors.items())
-
-    def _title(self, name: str) -> str:
-        return self._tensors[name].stored.title
-
-
 def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Whether two tensors, given in flat tiles that may end elsewhere, have the same elements in float32."""
-    theirs, ahead = iter(second), torch.empty(0)
-    for tile in first:
-        while ahead.numel() < tile.numel():
-            if (more := next(theirs, None)) is None:
-                return False
-            ahead = torch.cat([ahead, more.float()])
-        if not torch.equal(tile.float(), ahead[: tile.numel()]):
-            return False
-        ahead = ahead[tile.numel() :]
-    return not ahead.numel() and next(theirs, None) is None
+    """Whether two tensors of equal shape, given in tiles of equal sizes, have the same elements in float32."""
+    return all(
+        one is not None and two is not None and torch.equal(one.float(), two.float())
+        for one, two in zip_longest(first, second)
+    )
 
 
 def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
@@ -194,3 +179,52 @@ def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
     for rows in parts:
         for start in range(rows.start, rows.stop, step):
             yield start, min(step, rows.stop - start)
+
+
+# ---- seeded random weights: measuring throughput needs only the shapes ----
+
+_STD = 0.02
+
+
+class DummyCheckpoint(Checkpoint):
+    """Each tensor follows from (seed, name) alone, in whatever order tensors are read.
+
+    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the residual stream
+    (`attn.o`, `down`) are smaller by the square root of their number, which keeps the hidden states of deep models of
+    order one, far inside float16. Norms multiply by 1, norm biases are 0, other biases a tenth of the matrices'.
+    """
+
+    def __init__(
+        self, config: ModelConfig, seed: int, storage_dtype: torch.dtype, tokenizer_path: Path | None = None
+    ) -> None:
+        self.config, self.storage_dtype, self.tokenizer_path = config, storage_dtype, tokenizer_path
+        self._seed = seed
+
+    @property
+    def fingerprint(self) -> str:
+        # The config's text has every size, and torch's version decides the numbers drawn.
+        text = f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} {self.config.identity_text()}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _title(self, name: str) -> str:
+        return f"dummy weights: tensor {name}"
+
+    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        total = prod(self.shapes[name])
+        mean, std = self._distribution(name)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        for start in range(0, total, TILE_ELEMENTS):
+            tile = torch.empty(min(TILE_ELEMENTS, total - start))
+            yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
+
+    def _distribution(self, name: str) -> tuple[float, float]:
+        """Return mean and standard deviation."""
+        owner, _, leaf = name.rpartition(".")
+        if owner.endswith("norm"):
+            return (self.config.neutral_norm_weight if leaf == "weight" else 0.0), 0.0
+        if leaf == "bias":
+            return 0.0, _STD / 10
+        if owner.endswith(("attn.o", ".down")):
+            return 0.0, _STD / sqrt(2 * self.config.num_layers)
+        return 0.0, _STD

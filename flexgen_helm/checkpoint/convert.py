@@ -1,7 +1,6 @@
-"""Pickled checkpoints become safetensors, tensor by tensor: `flexgen-helm convert`.
+"""Pickled checkpoints become safetensors: `flexgen-helm convert`. The only module that opens pickles.
 
-Bytes go from the mapped pickle to the new file in tiles of 4 MiB; only a tensor with unusual strides is copied whole.
-Headers and lengths are written first, the loader checks names and shapes, then the data follow.
+Tensors stay in the mapped pickles until safetensors writes them, a file of at most 4 GiB at a time.
 """
 
 from __future__ import annotations
@@ -13,23 +12,25 @@ import re
 import shutil
 import struct
 import zipfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from flexgen_helm.checkpoint.fingerprint import blob_of, check_blobs, file_sha256
+from flexgen_helm.checkpoint.fingerprint import SourceFile, blob_of, check_blobs, file_sha256
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
     INDEX,
+    PICKLE,
     PICKLE_INDEX,
     SINGLE,
     SMALL_FILES,
-    pickle_names,
     read_config,
     read_index,
     require_space,
@@ -40,12 +41,17 @@ from flexgen_helm.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     folder_conversion,
+    header_sha256,
     hub_conversion,
     is_conversion,
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
-from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, plain_tensor
+from flexgen_helm.checkpoint.safetensors_checkpoint import read_header
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import existing_folder, naming, size, sync_folder, write_synced
@@ -54,196 +60,21 @@ from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
 
-# Pickled PyTorch files: their tensors, read without executing anything. The only module that opens pickles.
-
 # The first whose `weights_only` refuses every file known to get round it (CVE-2025-32434, CVE-2026-24747).
 OLDEST_TORCH = (2, 10)
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-# The bytes of one storage in PyTorch's archive.
-_RECORD = re.compile(r"[^/]*/data/\d+")
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor to write.
-
-    source: the pickled file.
-    dtype: safetensors' name of it.
-    size, offset: bytes; the offset from the start of the new file's data.
-    """
-
-    source: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-    offset: int = 0
-
-
-def require_safe_torch() -> None:
-    """Raise `UsageError` if this torch cannot be trusted with a pickle."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if numbers < OLDEST_TORCH:
-        raise UsageError(
-            f"torch {torch.__version__} can be made to run code by a pickle even with weights_only; convert needs "
-            f"torch {'.'.join(map(str, OLDEST_TORCH))} or later: pip install --upgrade torch"
-        )
-
-
-def load_pickled(file: Path) -> dict[str, Any]:
-    """Return the entries of a pickled file, with tensors over the mapped file.
-
-    Raises `UnsafePickleError` if it asks for anything else, `CheckpointError` if it is damaged.
-    """
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to say
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if type(error).__name__ != "UnpicklingError":
-            raise CheckpointError(f"{file} is damaged or no PyTorch checkpoint: {lines[0][:200]}") from error
-        name = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", str(error))
-        # The other lines are torch's advice to load the file all the same.
-        reason = next((line for line in lines if line.startswith(("WeightsUnpickler", "Unsupported"))), lines[0])
-        request = name[1] if name else f"what tensors do not need ({reason[:200]})"
-        raise UnsafePickleError(
-            f"{file} asks for {request}, which is no tensor and could run code; nothing of it was executed, and it is "
-            "not converted: obtain the weights from a source that you trust"
-        ) from None
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{file} contains a {type(state).__name__}, not tensors by name")
-    return {str(name): value for name, value in state.items()}
-
-
-def plan_tensors(files: Sequence[Path], folder: Path, tied_head: str | None) -> tuple[list[PlannedTensor], list[str]]:
-    """Return every tensor to write, and the names of the entries that are not tensors.
-
-    tied_head: end of the head's name if the model ties it; it is left out if it shares the embedding's bytes.
-
-    Raises `CheckpointError` for files that are damaged or disagree with their index.
-    """
-    is_sharded = pickle_names([file.name for file in folder.iterdir()]) == [PICKLE_INDEX]
-    file_of = read_index(folder / PICKLE_INDEX) if is_sharded else {}
-    planned: dict[str, PlannedTensor] = {}
-    left_out = []
-    for file in files:
-        state = _load_undamaged(file)
-        for name in _without_tied_head(state, tied_head):
-            if not isinstance(state[name], torch.Tensor):
-                left_out.append(name)
-            elif file_of.get(name, file.name) == file.name:
-                if name in planned:
-                    raise CheckpointError(f"{file} and {planned[name].source.name} both contain the tensor {name}")
-                planned[name] = plan_tensor(file, name, state[name])
-        missing = [name for name, place in file_of.items() if place == file.name and name not in state]
-        if missing:
-            raise CheckpointError(f"{file} lacks the tensor {missing[0]}, which {PICKLE_INDEX} says it has")
-    return list(planned.values()), left_out
-
-
-def plan_tensor(file: Path, name: str, tensor: torch.Tensor) -> PlannedTensor:
-    """Plan one tensor; raises `CheckpointError` naming one that is not plain values."""
-    title, dtype = f"{file}: tensor {name}", str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{title} is stored as {tensor.layout}, not as plain values; use the original checkpoint")
-    if tensor.dtype not in DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise CheckpointError(f"{title} has the type {dtype}; supported are {supported}")
-    size = tensor.numel() * tensor.element_size()
-    if size > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{title} repeats {tensor.untyped_storage().nbytes()} stored bytes to {size}")
-    return PlannedTensor(file, name, DTYPES[tensor.dtype], tuple(tensor.shape), size)
-
-
-def _load_undamaged(file: Path) -> dict[str, Any]:
-    """Load a pickled file whose bytes are as they were written, by the hub's hash or the archive's checksums."""
-    _require_archive(file)
-    record = None
-    if blob_of(file) is not None:
-        check_blobs([file])
-    else:
-        record = _damaged_record(file)
-    if record is not None and not _RECORD.fullmatch(record):
-        raise CheckpointError(f"{file} is damaged in {record}; fetch it again")
-    state = load_pickled(file)
-    if record is not None:
-        names = " and ".join(_tensors_of_record(file, record, state)) or "unknown"
-        raise CheckpointError(
-            f"{file} is damaged: the checksum of {record} does not fit its bytes (tensor {names}); fetch it again"
-        )
-    return state
-
-
-def _require_archive(file: Path) -> None:
-    """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
-    with file.open("rb") as opened:
-        start = opened.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{file} is a pointer of git LFS, not the file itself; run git lfs pull")
-    if zipfile.is_zipfile(file):
-        return
-    if start.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{file} is truncated ({file.stat().st_size:,} bytes); fetch it again")
-    if start.startswith(b"\x80"):
-        raise CheckpointError(
-            f"{file} is in the format before PyTorch 1.6, which can only be read whole; save it anew where memory "
-            "suffices: torch.save(torch.load(file, weights_only=True), file)"
-        )
-    raise CheckpointError(f"{file} is no PyTorch checkpoint")
-
-
-def _damaged_record(file: Path) -> str | None:
-    """Return the first record of the archive whose checksum (CRC-32) does not fit its bytes."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise CheckpointError(f"{file} compresses {info.filename}, which PyTorch never does")
-            return archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error):
-        return "the archive's directory"
-
-
-def _tensors_of_record(file: Path, record: str, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors whose bytes a record contains; [] if that cannot be told."""
-    with zipfile.ZipFile(file) as archive:
-        records = [info for info in archive.infolist() if _RECORD.fullmatch(info.filename) and info.file_size]
-    ordered = [info.filename for info in sorted(records, key=lambda info: info.header_offset)]
-    names: dict[int, list[str]] = defaultdict(list)  # by the address of the storage
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.untyped_storage().nbytes():
-            names[value.untyped_storage().data_ptr()].append(name)
-    # Mapped storages have the same order in memory as their records in the file.
-    if len(names) != len(ordered) or record not in ordered:
-        return []
-    return names[sorted(names)[ordered.index(record)]]
-
-
-def _without_tied_head(state: Mapping[str, Any], tied_head: str | None) -> list[str]:
-    """Return the names to keep: of a head that is the embedding itself, only the embedding."""
-    names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel():
-            names[value.data_ptr(), value.dtype, value.shape, value.stride()].append(name)
-    shared = {name for group in names.values() if len(group) > 1 for name in group}
-    return [name for name in state if not (tied_head and name in shared and name.endswith(tied_head))]
-
-
 SHARD_BYTES = 4 << 30
-TILE_BYTES = 4 << 20
-# A source is mapped again after so many bytes: until then its pages count as ours, though they can be reclaimed.
-MAPPED_BYTES = 256 << 20
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @dataclass(frozen=True)
@@ -254,19 +85,6 @@ class _Source:
     files: Sequence[Path]
     origin: str
     target: Path
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """A file to write: the bytes of its header, padded, and its tensors in order of offset."""
-
-    name: str
-    header: bytes
-    tensors: tuple[PlannedTensor, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.header) + sum(tensor.size for tensor in self.tensors)
 
 
 def convert(
@@ -283,7 +101,12 @@ def convert(
     Raises `UsageError` if there is nothing to convert, `UnsafePickleError` for a pickle that asks for more than
     tensors, and `CheckpointError` for files that are damaged or do not fit the disk. Each leaves nothing behind.
     """
-    require_safe_torch()
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if numbers < OLDEST_TORCH:
+        raise UsageError(
+            f"torch {torch.__version__} can be made to run code by a pickle even with weights_only; convert needs "
+            f"torch {'.'.join(map(str, OLDEST_TORCH))} or later: pip install --upgrade torch"
+        )
     resolved = resolve(name, revision)
     source = _find_source(resolved, out)
     target = source.target
@@ -298,6 +121,8 @@ def convert(
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
                 _write(partial, source, shard_bytes)
                 _put_in_place(partial, target)
+        except SafetensorError as error:  # the system's reason is a part of the library's sentence
+            raise CheckpointError(f"{target} cannot be written: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
         finally:
@@ -350,43 +175,136 @@ def _existing_conversion(source: _Source) -> Manifest | None:
     return None if manifest.changed_source(source.folder) else manifest
 
 
+# ---- reading ----
+
+
+def _load(file: Path) -> Mapping[Any, Any]:
+    """Return the entries of a pickled file, with tensors over the mapped file.
+
+    Raises `UnsafePickleError` if it asks for anything else, `CheckpointError` if it is damaged: by the hub's hash, or
+    by the archive's checksums.
+    """
+    _require_undamaged_archive(file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to say
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if type(error).__name__ != "UnpicklingError":
+            raise CheckpointError(f"{file} is damaged or no PyTorch checkpoint: {lines[0][:200]}") from error
+        name = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", str(error))
+        # The other lines are torch's advice to load the file all the same.
+        reason = next((line for line in lines if line.startswith(("WeightsUnpickler", "Unsupported"))), lines[0])
+        request = name[1] if name else f"what tensors do not need ({reason[:200]})"
+        raise UnsafePickleError(
+            f"{file} asks for {request}, which is no tensor and could run code; nothing of it was executed, and it is "
+            "not converted: obtain the weights from a source that you trust"
+        ) from None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{file} contains a {type(state).__name__}, not tensors by name")
+    return state
+
+
+def _require_undamaged_archive(file: Path) -> None:
+    """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{file} is a pointer of git LFS, not the file itself; run git lfs pull")
+    if not zipfile.is_zipfile(file):
+        if start.startswith(b"PK\x03\x04"):
+            raise CheckpointError(f"{file} is truncated ({file.stat().st_size:,} bytes); fetch it again")
+        if start.startswith(b"\x80"):
+            raise CheckpointError(
+                f"{file} is in the format before PyTorch 1.6, which can only be read whole; save it anew where memory "
+                "suffices: torch.save(torch.load(file, weights_only=True), file)"
+            )
+        raise CheckpointError(f"{file} is no PyTorch checkpoint")
+    check_blobs([file])
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise CheckpointError(f"{file} compresses {info.filename}, which PyTorch never does")
+            damaged = archive.testzip() if blob_of(file) is None else None
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error):
+        damaged = "the archive's directory"
+    if damaged is not None:
+        raise CheckpointError(f"{file} is damaged in {damaged}; fetch it again")
+
+
+def _read_tensors(source: _Source) -> tuple[dict[str, LogicalTensor], dict[str, torch.Tensor], list[str]]:
+    """Return where each tensor is stored, the tensors, and the names of the entries that are not tensors.
+
+    Raises `CheckpointError` for files that are damaged or disagree with their index.
+    """
+    is_sharded = source.files != [source.folder / PICKLE] and (source.folder / PICKLE_INDEX).is_file()
+    file_of = read_index(source.folder / PICKLE_INDEX) if is_sharded else {}
+    stored: dict[str, LogicalTensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    left_out = []
+    for path in source.files:
+        file, state = SourceFile.open(path), {str(name): value for name, value in _load(path).items()}
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                left_out.append(name)
+            elif file_of.get(name, path.name) == path.name:
+                if name in stored:
+                    raise CheckpointError(
+                        f"{path} and {stored[name].parts[0].file.path.name} both contain the tensor {name}"
+                    )
+                stored[name] = plain_tensor(StoredTensor(file, name, str(value.dtype), tuple(value.shape), 0, 0))
+                tensors[name] = _plain(stored[name].title, value)
+        missing = [name for name, file_name in file_of.items() if file_name == path.name and name not in state]
+        if missing:
+            raise CheckpointError(f"{path} lacks the tensor {missing[0]}, which {PICKLE_INDEX} says it has")
+    if not tensors:
+        raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
+    return stored, tensors, left_out
+
+
+def _plain(title: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of plain values; raises `CheckpointError` for any other."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{title} is stored as {tensor.layout}, not as plain values; use the original checkpoint")
+    if tensor.dtype not in _DTYPES:
+        dtype, *supported = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *_DTYPES))
+        raise CheckpointError(f"{title} has the type {dtype}; supported are {', '.join(supported)}")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{title} repeats {tensor.untyped_storage().nbytes()} stored bytes to {tensor.nbytes}")
+    return tensor.detach()
+
+
 # ---- writing ----
 
 
 def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
-    architecture, config, _ = read_config(source.folder)
-    tied_head = find_source(architecture.tensors, HEAD_MATRIX).name if config.tied_head else None
-    planned, left_out = plan_tensors(source.files, source.folder, tied_head)
-    if not planned:
-        raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
+    architecture, config, content = read_config(source.folder)
+    stored, tensors, left_out = _read_tensors(source)
     if left_out:
         report(Message(f"left out, being no tensors: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"))
-    shards = _shards(planned, shard_bytes)
-    total = sum(shard.size for shard in shards)
+    if architecture.tensors and read_quantization(content, source.folder / CONFIG) is None:
+        # Other kinds are checked at the end only.
+        match_tensors(config, architecture.tensors, stored, source.folder, architecture.prefixes)
+    if architecture.tensors and config.tied_head:
+        tensors = _without_copies(tensors, find_source(architecture.tensors, HEAD_MATRIX).name)
+    shards = _shards(tensors, shard_bytes)
+    total = sum(tensor.nbytes for tensor in tensors.values())
     require_space(folder.parent, total, "the conversion takes", "name a folder on another disk with --out")
     folder.mkdir()
-    for shard in shards:
-        _reserve(folder / shard.name, shard)
-    if len(shards) > 1:
-        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-        index = {"metadata": {"total_size": sum(tensor.size for tensor in planned)}, "weight_map": weight_map}
-        write_synced(folder / INDEX, json.dumps(index, indent=1).encode())
-    # The loader itself checks names, shapes and types while the files are still empty.
-    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
-    SafetensorsCheckpoint(folder)
-    (folder / CONFIG).unlink()  # without it, what a crash leaves is no model folder
-
-    tensors: dict[str, Any] = {}
-    written = 0
-    for shard in shards:
+    entries: dict[str, dict[str, Any]] = {}
+    for name, shard in shards.items():
         stop_point()
-        report(ProgressPhase("convert", shard.name, written, total))
-        tensors.update(_fill(folder / shard.name, shard))
-        written += shard.size
+        report(ProgressPhase("convert", name, sum(entry["bytes"] for entry in entries.values()), total))
+        entries |= _write_shard(folder / name, shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: entries[name]["file"] for name in tensors}}
+        write_synced(folder / INDEX, json.dumps(index, indent=1).encode())
+    # The configuration last: without it, what a crash leaves is no model folder.
     copied = [name for name in reversed(SMALL_FILES) if (source.folder / name).is_file()]
     for name in copied:
         write_synced(folder / name, (source.folder / name).read_bytes())
+    headers = {name: SourceFile.open(folder / name) for name in shards}
     manifest = {
         "format": FORMAT,
         "origin": source.origin,
@@ -395,95 +313,67 @@ def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
         },
         "copied": {name: {"sha256": file_sha256(folder / name)} for name in copied},
         "shards": {
-            shard.name: {"bytes": shard.size, "sha256": hashlib.sha256(shard.header).hexdigest(), "of": "header"}
-            for shard in shards
+            name: {"bytes": file.size, "sha256": header_sha256(file), "of": "header"} for name, file in headers.items()
         },
-        "tensors": tensors,
+        "tensors": entries,
         "left_out": left_out,
     }
+    open_as(type(config), folder)
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    SafetensorsCheckpoint(folder)
 
 
-def _groups(tensors: Iterable[PlannedTensor], max_bytes: int) -> Iterator[list[PlannedTensor]]:
-    """Yield runs of tensors of at most `max_bytes` together; a larger tensor is a run of its own."""
-    group: list[PlannedTensor] = []
-    for tensor in tensors:
-        if group and sum(member.size for member in group) + tensor.size > max_bytes:
-            yield group
-            group = []
-        group.append(tensor)
-    yield group
+def _without_copies(tensors: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
+    """Leave a tied head out if it is the embedding itself."""
+    copies = Counter(map(_address, tensors.values()))
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (name.endswith(head) and tensor.numel() and copies[_address(tensor)] > 1)
+    }
 
 
-def _shards(planned: Sequence[PlannedTensor], shard_bytes: int) -> list[_Shard]:
-    groups = list(_groups(planned, shard_bytes))
-    count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    return [_shard(name, group) for name, group in zip(names, groups, strict=True)]
+def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _shard(name: str, group: Sequence[PlannedTensor]) -> _Shard:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    placed, offset = [], 0
-    itemsize = {dtype_name: dtype.itemsize for dtype, dtype_name in DTYPES.items()}
-    # Wide types first, so that every tensor is aligned to its own.
-    for tensor in sorted(group, key=lambda tensor: -itemsize[tensor.dtype]):
-        end = offset + tensor.size
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        placed.append(replace(tensor, offset=offset))
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return _Shard(name, len(text).to_bytes(8, "little") + text, tuple(placed))
+def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the files to write: runs of tensors of at most `shard_bytes` together, or of one that is larger."""
+    groups: list[dict[str, torch.Tensor]] = []
+    room = -1
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _reserve(path: Path, shard: _Shard) -> None:
-    """Write the header and reserve the whole length, so that a full disk shows before the work and not after."""
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shard.size)
-        file.write(shard.header)
-
-
-def _fill(path: Path, shard: _Shard) -> dict[str, Any]:
-    """Write the data of a reserved shard; returns the manifest's entries of its tensors."""
-    entries: dict[str, Any] = {}
-    start = len(shard.header)
-    with path.open("r+b", buffering=0) as file:
-        for source in dict.fromkeys(tensor.source for tensor in shard.tensors):
-            for group in _groups((tensor for tensor in shard.tensors if tensor.source == source), MAPPED_BYTES):
-                state = load_pickled(source)
-                for tensor in group:
-                    value: Any = state.get(tensor.name)
-                    is_tensor = isinstance(value, torch.Tensor)
-                    if not is_tensor or plan_tensor(source, tensor.name, value) != replace(tensor, offset=0):
-                        raise CheckpointError(f"{source} has changed during the conversion (tensor {tensor.name})")
-                    digest = hashlib.sha256()
-                    file.seek(start + tensor.offset)
-                    for tile in _byte_tiles(value):
-                        digest.update(tile)
-                        while tile.nbytes:
-                            tile = tile[file.write(tile) :]
-                    entries[tensor.name] = {
-                        "file": path.name,
-                        "dtype": tensor.dtype,
-                        "shape": list(tensor.shape),
-                        "offset": start + tensor.offset,
-                        "bytes": tensor.size,
-                        "sha256": digest.hexdigest(),
-                    }
-                del state, value  # the last tensor closes the mapping and frees its pages
-        os.fsync(file.fileno())
-    return entries
-
-
-def _byte_tiles(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes row by row; copies it only if its strides are unusual."""
-    if tensor.numel() == 0:
-        return
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), TILE_BYTES):
-        yield flat[start : start + TILE_BYTES].numpy().data
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Write a file of tensors; returns the manifest's entries of them."""
+    shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    # The library refuses tensors that share memory, or have unusual strides.
+    plain = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        if shared[tensor.untyped_storage().data_ptr()] > 1
+        else tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(plain, path, {"format": "pt"})
+    sync_folder(path)
+    return {
+        name: {
+            "file": path.name,
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "offset": stored.offset,
+            "bytes": stored.size,
+            "sha256": hashlib.sha256(plain[name].view(-1).view(torch.uint8).numpy().data).hexdigest(),
+        }
+        for name, stored in read_header(path).items()
+    }
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

@@ -186,7 +186,9 @@ def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
                 forget(blob)
             digest = file_sha256(blob)
         else:
-            digest = _git_sha1(blob)
+            with _explain_os_errors(blob):
+                content = blob.read_bytes()
+            digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
         if digest != blob.name:
             raise CheckpointError(
                 f"{file} is damaged: its hash is {digest[:16]}…, but the hub gave {blob.name[:16]}…; delete {blob} and "
@@ -200,9 +202,3 @@ def blob_of(file: Path) -> Path | None:
         return None
     target = file.parent / os.readlink(file)
     return target if _SHA256.fullmatch(target.name) or _GIT_SHA1.fullmatch(target.name) else None
-
-
-def _git_sha1(path: Path) -> str:
-    with _explain_os_errors(path):
-        content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

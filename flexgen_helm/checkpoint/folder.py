@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -152,15 +153,15 @@ def weight_files(folder: Path) -> list[Path]:
 def identity_files(path: Path) -> list[Path]:
     """Return the files that tell a folder's weights from others; path: the folder, or one safetensors file in it."""
     folder = path.parent if path.is_file() else path
-    others = (folder / name for name in (CONFIG, *TOKENIZER_FILES))
+    small = (folder / name for name in (CONFIG, *TOKENIZER_FILES))
     weights = [path] if path.is_file() else weight_files(folder)
-    return [*weights, *(file for file in others if file.is_file())]
+    return [*weights, *(file for file in small if file.is_file())]
 
 
 def deciding_files(folder: Path, weights: Iterable[Path] = ()) -> list[Path]:
     """Return every file of a model folder that decides results."""
-    others = (folder / name for name in (INDEX, *SMALL_FILES))
-    return [*(file for file in others if file.is_file()), *weights]
+    small = (folder / name for name in (INDEX, *SMALL_FILES))
+    return [*(file for file in small if file.is_file()), *weights]
 
 
 def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
@@ -175,16 +176,9 @@ def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
         # By name, not by where links lead: a hub snapshot consists of links to its blobs.
         if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{index} names {name}, which is outside the folder")
-        if must_exist and not _is_file(index.parent / name):
+        if must_exist and not os.path.isfile(index.parent / name):
             raise CheckpointError(f"{index} names {name[:200]}, which is missing; fetch the model again")
     return shards
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file can have
-        return False
 
 
 def pickle_names(names: Collection[str]) -> list[str]:

@@ -12,10 +12,11 @@ import gguf
 import numpy as np
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, row_tiles
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import gguf_parts, model_config_from
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
@@ -32,7 +33,7 @@ _PHI3_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 _ROPE_FACTORS = {"llama": ("rope_freqs.weight", *_PHI3_FACTORS), "phi3": _PHI3_FACTORS}
 
 
-class GgufCheckpoint(FileCheckpoint[StoredTensor]):
+class GgufCheckpoint(Checkpoint):
     """Opening reads the header (a tenth of a second, most of it the vocabulary) and checks every tensor's extent."""
 
     def __init__(self, path: Path) -> None:
@@ -49,46 +50,33 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
         metadata = {
             **header.metadata,
             "tensor_names": frozenset(tensors),
-            "rope_factors": () if factors is None else tuple(_dequantize(factors, 0, 1, factors.size).tolist()),
+            "rope_factors": () if factors is None else tuple(_dequantize(factors, 0, 1).tolist()),
         }
         read = architecture.read_gguf or architecture.read_config
         self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
-        matched = match_tensors(self.config, architecture.gguf_tensors, tensors, path, "metadata")
-        self._scales = {
-            name: _dequantize(scale, 0, 1, scale.size)
-            for name in {tensor.stored.name for tensor in matched.values()}
-            if (scale := tensors.get(f"{name.removesuffix('.weight')}.scale")) is not None
-        }
-        used = {tensor.stored.name for tensor in matched.values()} | {*factor_names}
-        used |= {f"{name.removesuffix('.weight')}.scale" for name in self._scales}
+        logical = {name: _logical_tensor(tensor, tensors.get(_scale_of(name))) for name, tensor in tensors.items()}
+        self._tensors = match_tensors(self.config, architecture.gguf_tensors, logical, path)
+        used = {part.name for matched in self._tensors.values() for part in matched.stored.parts} | {*factor_names}
         if unread := sorted(name for name in tensors.keys() - used if not name.endswith(".input_scale")):
             raise UnsupportedArchitectureError(
                 f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
                 f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
             )
-        self._use(matched)
+        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
 
     @cached_property
     def fingerprint(self) -> str:
         return content_fingerprint(self._parts)
 
+    def _title(self, name: str) -> str:
+        return self._tensors[name].stored.parts[0].title
+
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        stored, rows = self._tensors[name].stored, self._tensors[name].rows
-        if len(stored.shape) == 1:
-            yield _dequantize(stored, 0, 1, stored.size)
-            return
-        num_rows = prod(stored.shape[:-1])
-        row_bytes = stored.size // num_rows
-        parts = row_tiles(rows, stored.shape[-1])
-        tiles = computed_ahead(lambda part: _dequantize(stored, *part, row_bytes), [*parts], _MOST_THREADS)
-        scales = self._scales.get(stored.name)  # of the whole matrix, or one for each expert
-        if scales is None:
-            yield from tiles
-            return
-        scale = scales[rows[0].start * len(scales) // num_rows]
-        for tile in tiles:
-            yield tile.mul_(scale)
+        tensor = self._tensors[name]
+        read = tensor.stored.prepare()
+        parts = [*row_tiles(tensor.rows, tensor.stored.width)]
+        yield from computed_ahead(lambda part: read(*part), parts, _MOST_THREADS)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
@@ -126,17 +114,33 @@ def _require_known_type(tensor: StoredTensor) -> None:
         ) from None
 
 
-def _dequantize(stored: StoredTensor, start: int, count: int, row_bytes: int) -> torch.Tensor:
-    """Return `count` rows from `start` on, flat, in float32."""
+def _scale_of(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.scale"
+
+
+def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None) -> LogicalTensor:
+    """Return a tensor in float32; scale: of the whole matrix, or one for each expert."""
+
+    def prepare() -> ReadRows:
+        if len(stored.shape) == 1:
+            return lambda start, count: _dequantize(stored, 0, 1)[start : start + count]
+        if scale is None:
+            return lambda start, count: _dequantize(stored, start, count)
+        scales, num_rows = _dequantize(scale, 0, 1), prod(stored.shape[:-1])
+        return lambda start, count: _dequantize(stored, start, count).mul_(scales[start * len(scales) // num_rows])
+
+    parts = (stored,) if scale is None else (stored, scale)
+    return LogicalTensor(stored.name, stored.shape, stored.dtype, parts, prepare)
+
+
+def _dequantize(stored: StoredTensor, start: int, count: int) -> torch.Tensor:
+    """Return `count` rows from `start` on, flat, in float32; a vector is one row."""
+    *leading, width = stored.shape
+    row_bytes = stored.size // prod(leading)
     data = stored.read(start * row_bytes, count * row_bytes)
-    joined = _rows_to_join(count, stored.shape[-1])
+    joined = next((rows for rows in range(_ROW_ELEMENTS // width, 1, -1) if count % rows == 0), 1)
     quantized = np.frombuffer(data, dtype=_ELEMENT_TYPES.get(stored.dtype, np.uint8)).reshape(count // joined, -1)
     # The check for finite values refuses what blocks with an infinite scale dequantize to.
     with np.errstate(all="ignore"):
         values = gguf.quants.dequantize(quantized, gguf.GGMLQuantizationType[stored.dtype])
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
-
-
-def _rows_to_join(count: int, width: int) -> int:
-    """Return how many rows of `width` elements to dequantize as one, a divisor of `count`."""
-    return next((rows for rows in range(_ROW_ELEMENTS // width, 1, -1) if count % rows == 0), 1)

@@ -41,14 +41,14 @@ _REPEATED = ["*/*", "consolidated*"]
 class _Revision:
     """A revision of a repository, resolved as far as possible.
 
-    commits: to look for in the cache, best first; only one if the hub answered.
+    commit: what the hub answered, or what was remembered of it; else the revision itself.
     files: name -> bytes (None if the hub does not tell) of the top-level files; None if the hub did not answer.
     reason: why it did not answer.
     """
 
     repo: str
     revision: str | None
-    commits: tuple[str | None, ...]
+    commit: str | None
     files: dict[str, int | None] | None = None
     reason: str = ""
 
@@ -65,9 +65,8 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
         return hub_conversion(repo, revision)
     with _hub_errors(repo, revision):
         resolved = _resolve(repo, revision, _SAFETENSORS, lambda folder: _require_complete(folder, repo))
-        conversions = (hub_conversion(repo, commit) for commit in resolved.commits if commit)
-        if (conversion := next(filter(is_conversion, conversions), None)) is not None:
-            _remember_commit(repo, revision, conversion.name)
+        if resolved.commit and is_conversion(conversion := hub_conversion(repo, resolved.commit)):
+            _remember_commit(repo, revision, resolved.commit)
             return conversion
         if resolved.files is not None and not any(name.endswith(".safetensors") for name in resolved.files):
             if pickle_names(resolved.files):
@@ -124,7 +123,12 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[P
                 names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
             if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
                 sizes = {name: resolved.files.get(name) or 0 for name in names}
-                _require_space(resolved, sizes, folder, output_disk)
+                needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
+                what = str(resolved)
+                if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
+                    needed += sum(sizes.values())
+                    what += " and its conversion"
+                require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")
                 folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX, *names])
     files = pickled_files(folder, str(resolved))
     check_blobs(deciding_files(folder, files))
@@ -153,7 +157,7 @@ def _resolve(repo: str, revision: str | None, patterns: Sequence[str], check: Ca
     It is not asked about a commit whose cached snapshot passes `check`, which raises `CheckpointError` otherwise.
     """
     if revision and _COMMIT.fullmatch(revision):
-        cached = _Revision(repo, revision, (revision,), reason="the hub was not asked")
+        cached = _Revision(repo, revision, revision, reason="the hub was not asked")
         with suppress(CheckpointError):
             check(_download(cached, patterns))
             return cached
@@ -164,32 +168,30 @@ def _resolve(repo: str, revision: str | None, patterns: Sequence[str], check: Ca
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
         raise
     except Exception as error:  # offline, no network, a hub that is down: each has a class of its own
-        commits = tuple(dict.fromkeys((_remembered_commit(repo, revision) or revision, revision)))
-        return _Revision(repo, revision, commits, reason=f"the hub cannot be reached ({type(error).__name__})")
+        commit = _remembered_commit(repo, revision) or revision
+        return _Revision(repo, revision, commit, reason=f"the hub cannot be reached ({type(error).__name__})")
     files = {file.rfilename: getattr(file, "size", None) for file in info.siblings or () if "/" not in file.rfilename}
-    return _Revision(repo, revision, (info.sha,), files)
+    return _Revision(repo, revision, info.sha, files)
 
 
 def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
     """Return the snapshot's folder with the files that match, from the cache alone if the hub did not answer."""
     hub = _import_hub()
-    for commit in resolved.commits:
-        try:
-            with _progress_of(resolved, patterns):
-                folder = hub.snapshot_download(
-                    resolved.repo,
-                    revision=commit,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=_REPEATED,
-                    local_files_only=resolved.files is None,
-                )
-            return Path(folder)
-        except hub.errors.LocalEntryNotFoundError as error:
-            missing = error
-    raise CheckpointError(
-        f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
-        f"connect once and run `flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
-    ) from missing
+    try:
+        with _progress_of(resolved, patterns):
+            folder = hub.snapshot_download(
+                resolved.repo,
+                revision=resolved.commit,
+                allow_patterns=list(patterns),
+                ignore_patterns=_REPEATED,
+                local_files_only=resolved.files is None,
+            )
+    except hub.errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
+            f"connect once and run `flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
+        ) from error
+    return Path(folder)
 
 
 @contextmanager
@@ -206,9 +208,7 @@ def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]
     total = sum(resolved.files[name] or 0 for name in names)
     if is_observed():
         utils.disable_progress_bars()
-    with watched(
-        ProgressPhase("fetch", f"{resolved} at commit {(resolved.commits[0] or '')[:12]}", total=total), folder
-    ):
+    with watched(ProgressPhase("fetch", f"{resolved} at commit {(resolved.commit or '')[:12]}", total=total), folder):
         yield
 
 
@@ -265,12 +265,3 @@ def _require_complete(folder: Path, title: str) -> None:
         weight_files(folder)
     except CheckpointError as error:
         raise CheckpointError(f"the snapshot of {title} in the local cache is incomplete: {error}") from error
-
-
-def _require_space(resolved: _Revision, sizes: dict[str, int], folder: Path, output_disk: Path) -> None:
-    needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
-    what = str(resolved)
-    if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
-        needed += sum(sizes.values())
-        what += " and its conversion"
-    require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")

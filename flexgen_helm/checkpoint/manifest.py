@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256, recall, remember
 from flexgen_helm.checkpoint.folder import CONFIG, SMALL_FILES, TOKENIZER_FILES, read_json
 from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.progress import ProgressPhase, report
 
 MANIFEST = "flexgen_conversion.json"
 FORMAT = "flexgen_helm conversion 1"
@@ -60,12 +60,14 @@ def conversion_of(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a conversion. dtype: safetensors' name. size: bytes."""
+    """One tensor of a conversion. dtype: safetensors' name. offset, size: bytes in the file."""
 
     dtype: str
     shape: list[int]
-    size: int
     sha256: str
+    file: str
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ class Manifest:
             raise CheckpointError(f"{path} has the format {content.get('format')!r}, not {FORMAT!r}")
         try:
             tensors = {
-                name: TensorRecord(str(entry["dtype"]), entry["shape"], int(entry["bytes"]), str(entry["sha256"]))
+                name: TensorRecord(
+                    *(entry[key] for key in ("dtype", "shape", "sha256", "file")),
+                    *(int(entry[key]) for key in ("offset", "bytes")),
+                )
                 for name, entry in content["tensors"].items()
             }
             sources, copied, headers = (
@@ -133,51 +138,44 @@ class Manifest:
 # ---- the check of tensors ----
 
 
-class TensorVerifier:
-    """Compares the tensors of a conversion with its manifest, each before it is first used.
+def header_sha256(file: SourceFile) -> str:
+    """Return the SHA-256 of the header of a safetensors file."""
+    length = int.from_bytes(file.read(0, 8, "header length"), "little")
+    return hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
 
-    The constructor compares the small files and the shards' headers. `check` hashes a tensor by plain reads, which
-    leave it in the page cache for its next reader. Once all tensors that the model uses of a file are verified, this
-    is remembered while the file is unchanged.
+
+def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool = False) -> Manifest:
+    """Compare a conversion with its manifest: small files and headers, and tensors at the first time.
+
+    files: the safetensors files that are used.
+    hash_again: compare tensors though their file is as it was when they were compared.
+
+    Raises `CheckpointError` naming the file, and the tensor, that is not what was converted.
     """
-
-    def __init__(self, folder: Path, used: Iterable[StoredTensor], believe_memory: bool = True) -> None:
-        """used: the tensors that the model uses, possibly repeated."""
-        self.manifest = manifest = Manifest.read(folder)
-        self._lock = threading.Lock()
-        for name, digest in manifest.copied.items():
-            _require_equal(folder / name, file_sha256(folder / name), digest)
-        self._unverified: dict[SourceFile, set[str]] = {}
-        for tensor in used:
-            file_name = tensor.file.path.name
-            if tensor.name not in manifest.tensors or file_name not in manifest.headers:
-                raise CheckpointError(f"{folder / MANIFEST} lacks the tensor {tensor.name} of {file_name}")
-            self._unverified.setdefault(tensor.file, set()).add(tensor.name)
-        # Remembered with the verified files: other hashes or other tensors are verified again.
-        names = sorted(set().union(*self._unverified.values()))
-        self._identity = hashlib.sha256(f"{manifest.fingerprint} {names}".encode()).hexdigest()
-        for file in list(self._unverified):
-            length = int.from_bytes(file.read(0, 8, "header length"), "little")
-            digest = hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
-            _require_equal(file.path, digest, manifest.headers[file.path.name], "the header of ")
-            if believe_memory and recall(file.path, MANIFEST, file.stamp) == self._identity:
-                del self._unverified[file]
-
-    def check(self, stored: StoredTensor) -> None:
-        """Raise `CheckpointError` naming file and tensor if the tensor is not what was converted."""
-        file, name = stored.file, stored.name
-        with self._lock:
-            if name not in self._unverified.get(file, ()):
-                return
-        digest = hashlib.sha256()
-        for start in range(0, stored.size, _TILE_BYTES):
-            digest.update(stored.read(start, min(_TILE_BYTES, stored.size - start)))
-        _require_equal(file.path, digest.hexdigest(), self.manifest.tensors[name].sha256, f"tensor {name} of ")
-        with self._lock:
-            unverified = self._unverified.get(file, set())
-            unverified.discard(name)
-            if not unverified and self._unverified.pop(file, None) is not None:
-                remember(file.path, MANIFEST, self._identity, file.stamp)
+    manifest = Manifest.read(folder)
+    for name, digest in manifest.copied.items():
+        _require_equal(folder / name, file_sha256(folder / name), digest)
+    for file in map(SourceFile.open, files):
+        name = file.path.name
+        if name not in manifest.headers:
+            raise CheckpointError(f"{folder / MANIFEST} lacks the file {name}")
+        _require_equal(file.path, header_sha256(file), manifest.headers[name], "the header of ")
+        if not hash_again and recall(file.path, MANIFEST, file.stamp) == manifest.fingerprint:
+            continue
+        done = 0
+        for tensor_name, tensor in manifest.tensors.items():
+            if tensor.file != name:
+                continue
+            report(ProgressPhase("verify", name, done, file.size))
+            hashed = hashlib.sha256()
+            for start in range(0, tensor.size, _TILE_BYTES):
+                stop_point()
+                size = min(_TILE_BYTES, tensor.size - start)
+                hashed.update(file.read(tensor.offset + start, size, f"tensor {tensor_name}"))
+            _require_equal(file.path, hashed.hexdigest(), tensor.sha256, f"tensor {tensor_name} of ")
+            done += tensor.size
+        remember(file.path, MANIFEST, manifest.fingerprint, file.stamp)
+    return manifest
 
 
 def _require_equal(path: Path, digest: str, expected: str, what: str = "") -> None:

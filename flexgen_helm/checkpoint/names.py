@@ -219,8 +219,8 @@ def _resolve_user_model(name: str, precision: str, revision: str | None, argumen
     if model is None:
         problem = f"has the path {path}, not found" if path else "needs a path, for it is no catalog name"
         raise UnknownModelError(f"model {name} of the file that FLEXGEN_HELM_MODELS names {problem}")
-    others = {key: value for key, value in arguments.items() if key not in ("path", "revision")}
-    return replace(model, name=name, arguments=others)
+    options = {key: value for key, value in arguments.items() if key not in ("path", "revision")}
+    return replace(model, name=name, arguments=options)
 
 
 def _read_user_models() -> dict[str, dict[str, Any]]:

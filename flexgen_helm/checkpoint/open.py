@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.dummy import DummyCheckpoint
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import fetch, origin_of, snapshot_fingerprint_of
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
@@ -41,7 +40,8 @@ def open_checkpoint(
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
     else:
-        checkpoint = _open_folder(path, snapshot_fingerprint_of(resolved, path))
+        _, config, _ = read_config(path.parent if path.is_file() else path)
+        checkpoint = open_as(type(config), path, snapshot_fingerprint_of(resolved, path))
     checkpoint.origin = origin_of(resolved, path)
     return checkpoint
 
@@ -64,17 +64,11 @@ def _open_gguf(path: Path) -> Checkpoint:
     return GgufCheckpoint(path)
 
 
-def _open_folder(path: Path, fingerprint: str | None) -> Checkpoint:
-    """Open a folder of safetensors files, or one such file."""
-    _, config, _ = read_config(path.parent if path.is_file() else path)
-    return open_as(type(config), path, fingerprint)
-
-
 def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None) -> Checkpoint:
     """Open a folder of safetensors files for a kind of record; the folder itself may lead to the other one."""
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.
-    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
+    from flexgen_helm.checkpoint.state_dict import StateDictCheckpoint
 
     return StateDictCheckpoint(path, fingerprint)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -23,18 +23,17 @@ from flexgen_helm.checkpoint.folder import (
     tokenizer_folder,
     weight_files,
 )
-from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
+from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, PlainTensor
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
-from flexgen_helm.checkpoint.unread import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
 
 
-class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
+class SafetensorsCheckpoint(Checkpoint):
     """Opening checks every shard's header against the file's length and finds every tensor of the model."""
 
     def __init__(self, path: Path, fingerprint: str | None = None) -> None:
@@ -51,8 +50,8 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
         stored = {name: tensor for file in self._files for name, tensor in read_header(file).items()}
+        self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
-        self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
 
     def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
         return read_config(folder)
@@ -65,9 +64,10 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         )
         if head is not None and table is not None:
             self._untie_if_different(_tiles(head), _tiles(table))
-        self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
+        self._tensors = match_tensors(self.config, architecture.tensors, tensors, path, architecture.prefixes)
+        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
         read = {matched.stored.name for matched in self._tensors.values()}
-        check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path, CONFIG)
+        check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path)
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)
@@ -82,31 +82,26 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         if self.config.tied_head and not same_elements(head, table):
             self.config = replace(self.config, tied_head=False)
 
-    def _used_parts(self) -> Iterator[StoredTensor]:
-        """Yield the stored tensors of all tensors of the model, some more than once."""
-        for matched in self._tensors.values():
-            yield from matched.stored.parts
-
     @cached_property
     def fingerprint(self) -> str:
         if self._snapshot_fingerprint is not None:
             return self._snapshot_fingerprint
-        if self._verifier is not None:
-            return self._verifier.manifest.fingerprint
+        if self._manifest is not None:
+            return self._manifest.fingerprint
         return content_fingerprint(identity_files(self._path))
 
     def verify(self) -> None:
         check_blobs(deciding_files(self.folder, self._files), hash_again=True)
-        if self._verifier is not None:
-            self._verifier = TensorVerifier(self.folder, self._used_parts(), believe_memory=False)
+        if self._manifest is not None:
+            verify_conversion(self.folder, self._files, hash_again=True)
         super().verify()
+
+    def _title(self, name: str) -> str:
+        return self._tensors[name].stored.title
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         stored = tensor.stored
-        if self._verifier is not None:
-            for part in stored.parts:
-                self._verifier.check(part)
         # Columns cannot be read alone: read all rows and drop the columns of other tensors.
         for tile in stored.tiles([range(stored.num_rows)] if tensor.transposed else tensor.rows):
             if tensor.transposed:
@@ -121,7 +116,7 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
     def _range_of(self, stored: LogicalTensor, rows: Sequence[range]) -> StoredRange | None:
         """Return where rows are, if they are one range of a file in the type that they are used in."""
         follow = all(first.stop == second.start for first, second in pairwise(rows))
-        if not isinstance(stored, PlainTensor) or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
+        if not stored.is_plain or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
             return None
         part, row_bytes = stored.parts[0], stored.width * self.storage_dtype.itemsize
         offset = part.offset + rows[0].start * row_bytes
@@ -129,8 +124,11 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
             return None
         return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
 
+    def _is_transposed(self, name: str) -> bool:
+        return self._tensors[name].transposed
+
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._tensors[name].transposed:
+        if not self._is_transposed(name):
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 

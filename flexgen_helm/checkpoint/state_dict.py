@@ -7,10 +7,13 @@ The same descriptions are applied here, to one entry at a time, and to one exper
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,24 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor
-from flexgen_helm.checkpoint.stored_tensors import lacks
-from flexgen_helm.checkpoint.unread import check_unread
+from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor, check_unread
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.stored_tensors import StoredRange, lacks
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.models.architectures import architecture_by_modules
+from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.code_digest import loading_digest
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.empty_model import empty_model
 
 # The part of a stored name that a language model has where it is one of several parts.
 _LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
+
+
+# Returns the values of rows of a stored tensor, in a shape.
+_Read = Callable[[LogicalTensor, range, tuple[int, ...]], torch.Tensor]
 
 
 @dataclass
@@ -47,18 +61,27 @@ class _Conversion:
     @property
     def title(self) -> str:
         """File and tensors, for messages."""
-        first, *others = self.tensors
-        return first.title + (f" and {len(others)} more" if others else "")
+        first, *more = self.tensors
+        return first.title + (f" and {len(more)} more" if more else "")
 
-    def apply(self, values: Mapping[str, list[torch.Tensor]], model: Any, config: Any) -> dict[str, torch.Tensor]:
-        """Return key -> entry from the values of the sources."""
+    def entries(self, model: Any, read: _Read, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Return key -> entry, or its part `expert` from the sources of this expert alone."""
+        values = []
+        for pattern, tensors in self.sources.items():
+            if expert is None or len(tensors) > 1:
+                chosen = tensors if expert is None else [tensors[expert]]
+                values += [(pattern, read(tensor, range(tensor.num_rows), tensor.shape)) for tensor in chosen]
+            else:
+                (stacked,) = tensors
+                values.append((pattern, read(stacked, _rows_of(stacked, expert), (1, *stacked.shape[1:]))))
         if self.converter is None:
-            return {self.key: next(iter(values.values()))[0]}
+            return {self.key: values[0][1]}
         converter: Any = deepcopy(self.converter)
-        for pattern, tensors in values.items():
-            for tensor in tensors:
-                converter.add_tensor(self.key, self.key, pattern, tensor)
-        entries = converter.convert(self.key, model=model, config=config)
+        for pattern, value in values:
+            converter.add_tensor(self.key, self.key, pattern, value)
+        entries = converter.convert(
+            self.key, model=_OneExpert(model) if expert is not None else model, config=model.config
+        )
         return {key: value[0] if isinstance(value, list) else value for key, value in entries.items()}
 
 
@@ -68,14 +91,12 @@ class StateDictReader:
     shapes: key -> shape of every entry; tied entries have one each.
     """
 
-    def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path, described_by: str) -> None:
+    def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         """model: a `PreTrainedModel`, on the meta device.
-
-        described_by: where `path` gives the sizes, for messages.
 
         Raises `CheckpointError` if an entry is missing or has another shape, and what `check_unread` does.
         """
-        self._model, self._path, self._described_by, self._names = model, path, described_by, list(tensors)
+        self._model, self._path, self._names = model, path, list(tensors)
         state = model.state_dict()
         conversions, unused = self._match(tensors, state)
         self._conversions: dict[str, _Conversion] = {}
@@ -85,7 +106,7 @@ class StateDictReader:
         ignored, buffers = _any_of(model._keys_to_ignore_on_load_unexpected), dict(model.named_buffers())
         irrelevant = {name for key, name in unused.items() if key in buffers or (ignored and ignored.search(key))}
         read = tensors.keys() - unused.values()
-        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path, described_by)
+        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path)
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
         self._by_expert: dict[str, bool] = {}
 
@@ -114,7 +135,9 @@ class StateDictReader:
             stored, rows = entry
             yield from stored.tiles(rows)
         else:
-            yield self._convert(key, self._conversion(key), expert).reshape(-1)
+            part = expert if expert is not None and self._is_converted_by_expert(key) else None
+            value = self._conversion(key).entries(self._model, _read, part)[self._stored_key[key]]
+            yield (value if expert == part else value[expert]).reshape(-1)
 
     def stored_rows(self, key: str, expert: int | None = None) -> tuple[LogicalTensor, list[range]] | None:
         """Return the rows of a stored tensor that are an entry, or its part `expert`; None if it must be converted."""
@@ -127,43 +150,19 @@ class StateDictReader:
     def _conversion(self, key: str) -> _Conversion:
         return self._conversions[self._stored_key[key]]
 
-    def _convert(self, key: str, conversion: _Conversion, expert: int | None) -> torch.Tensor:
-        stored_key = self._stored_key[key]
-        if expert is None or not self._is_converted_by_expert(key, conversion):
-            values = {
-                pattern: [_read(tensor, range(tensor.num_rows), tensor.shape) for tensor in tensors]
-                for pattern, tensors in conversion.sources.items()
-            }
-            entry = conversion.apply(values, self._model, self._model.config)[stored_key]
-            return entry if expert is None else entry[expert]
-        values = {}
-        for pattern, tensors in conversion.sources.items():
-            stored = tensors[expert] if len(tensors) > 1 else tensors[0]
-            rows = range(stored.num_rows) if len(tensors) > 1 else _rows_of(stored, expert)
-            shape = stored.shape if len(tensors) > 1 else (1, *stored.shape[1:])
-            values[pattern] = [_read(stored, rows, shape)]
-        return conversion.apply(values, _OneExpert(self._model), self._model.config)[stored_key]
-
-    def _is_converted_by_expert(self, key: str, conversion: _Conversion) -> bool:
+    def _is_converted_by_expert(self, key: str) -> bool:
         """Whether an expert's sources alone give its part of the entry: no operation then joins experts."""
         if key not in self._by_expert:
-            self._by_expert[key] = self._try_one_expert(key, conversion)
+            conversion, (num_experts, *shape) = self._conversion(key), self.shapes[key]
+            counts = {
+                len(tensors) if len(tensors) > 1 else tensors[0].shape[0] for tensors in conversion.sources.values()
+            }
+            entry = None
+            if num_experts > 1 and counts == {num_experts}:
+                with suppress(Exception):  # an operation that needs all raises whatever its arithmetic leads to
+                    entry = conversion.entries(self._model, _no_data, 0).get(self._stored_key[key])
+            self._by_expert[key] = entry is not None and entry.shape == (1, *shape)
         return self._by_expert[key]
-
-    def _try_one_expert(self, key: str, conversion: _Conversion) -> bool:
-        num_experts, *shape = self.shapes[key]
-        values = {}
-        for pattern, tensors in conversion.sources.items():
-            sizes = tensors[0].shape if len(tensors) > 1 else (1, *tensors[0].shape[1:])
-            if num_experts == 1 or num_experts != (len(tensors) if len(tensors) > 1 else tensors[0].shape[0]):
-                return False
-            values[pattern] = [torch.empty(sizes, device="meta")]
-        try:
-            entries = conversion.apply(values, _OneExpert(self._model), self._model.config)
-        except Exception:  # an operation that needs all of them raises whatever its arithmetic leads to
-            return False
-        entry = entries.get(self._stored_key[key])
-        return entry is not None and tuple(entry.shape) == (1, *shape)
 
     # ---- matching ----
 
@@ -208,19 +207,15 @@ class StateDictReader:
         """Return the entries that a conversion gives, with shapes checked: it is applied to tensors without data."""
         for tensors in conversion.sources.values():
             _require_numbered(tensors)
-        values = {
-            pattern: [torch.empty(tensor.shape, device="meta") for tensor in tensors]
-            for pattern, tensors in conversion.sources.items()
-        }
         try:
-            entries = conversion.apply(values, self._model, self._model.config)
+            entries = conversion.entries(self._model, _no_data)
         except Exception as error:  # whatever shapes that do not fit lead to
             shapes = ", ".join(str(list(tensor.shape)) for tensor in conversion.tensors[:4])
             raise CheckpointError(f"{conversion.title} of {shapes} cannot become {conversion.key}: {error}") from error
         for key, entry in entries.items():
             if key in state and entry.shape != state[key].shape:
                 raise CheckpointError(
-                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its {self._described_by} asks "
+                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its config.json asks "
                     f"for {list(state[key].shape)}"
                 )
         return [key for key in entries if key in state]
@@ -232,12 +227,12 @@ class StateDictReader:
         stored = {}
         for key in state:
             source = tied.get(key, key)
-            group = [key, source, *(target for target, other in tied.items() if other == source)]
+            group = [key, source, *(target for target, tied_to in tied.items() if tied_to == source)]
             name = next((name for name in group if name in self._conversions), None)
             if name is not None:
                 stored[key] = name
             elif may_lack is None or not may_lack.search(key):
-                raise lacks(self._path, key, self._described_by, self._names)
+                raise lacks(self._path, key, self._names)
         return stored
 
 
@@ -253,6 +248,10 @@ class _OneExpert:
 
 def _read(tensor: LogicalTensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat(list(tensor.tiles([rows]))).view(shape)
+
+
+def _no_data(tensor: LogicalTensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _rows_of(tensor: LogicalTensor, expert: int) -> range:
@@ -273,3 +272,40 @@ def _require_numbered(tensors: list[LogicalTensor]) -> None:
 
 def _any_of(patterns: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+class StateDictCheckpoint(SafetensorsCheckpoint):
+    """Tensors by canonical name, of which each is an entry of the state dict or one expert of it."""
+
+    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+        return read_config(folder, architecture_by_modules)
+
+    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
+        assert isinstance(self.config, TransformersConfig)
+        self._modules = self.config.modules
+        self._reader = StateDictReader(empty_model(self._modules.text), tensors, path)
+        head, table = self._modules.head_key, self._modules.table_key
+        if self._reader.has_own(head) and self._reader.has_own(table):
+            self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
+        self._choose_type((self._reader.tensors(key)[0].dtype, shape) for key, shape in self._reader.shapes.items())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files, and of how `transformers` makes a state dict of them, by which weight files are named."""
+        return hashlib.sha256(f"{super().fingerprint} {loading_digest()}".encode()).hexdigest()
+
+    def _title(self, name: str) -> str:
+        return self._reader.title(self._modules.key(name)[0])
+
+    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        key, expert, _ = self._modules.key(name)
+        for tile in self._reader.tiles(key, expert):
+            yield tile if tile.is_floating_point() else tile.float()
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        key, expert, is_transposed = self._modules.key(name)
+        entry = None if is_transposed else self._reader.stored_rows(key, expert)
+        return None if entry is None else self._range_of(*entry)
+
+    def _is_transposed(self, name: str) -> bool:
+        return self._modules.key(name)[2]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import TensorSource, find_source, select_rows
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
+
+if TYPE_CHECKING:
+    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 
 
 @dataclass(frozen=True)
@@ -48,33 +51,19 @@ class StoredRange:
     size: int
 
 
-class NamedTensor(Protocol):
-    """What matching needs of a tensor: `StoredTensor`, or several of them that are one (`LogicalTensor`)."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def title(self) -> str: ...
-
-
-TensorT = TypeVar("TensorT", bound=NamedTensor)
-
-
 @dataclass(frozen=True)
-class MatchedTensor(Generic[TensorT]):
+class MatchedTensor:
     """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the file."""
 
-    stored: TensorT
+    stored: LogicalTensor
     rows: list[range]
     source: TensorSource
     transposed: bool
 
 
 def find_stored(
-    sources: Mapping[str, TensorSource], stored: Mapping[str, TensorT], canonical: str, prefixes: Sequence[str]
-) -> TensorT | None:
+    sources: Mapping[str, TensorSource], stored: Mapping[str, LogicalTensor], canonical: str, prefixes: Sequence[str]
+) -> LogicalTensor | None:
     """Return the stored tensor that holds a canonical one; None if there is none."""
     name = find_source(sources, canonical).name
     return next((stored[prefix + name] for prefix in prefixes if prefix + name in stored), None)
@@ -83,14 +72,12 @@ def find_stored(
 def match_tensors(
     config: ModelConfig,
     sources: Mapping[str, TensorSource],
-    stored: Mapping[str, TensorT],
+    stored: Mapping[str, LogicalTensor],
     path: Path,
-    described_by: str,
     prefixes: Sequence[str] = ("",),
-) -> dict[str, MatchedTensor[TensorT]]:
+) -> dict[str, MatchedTensor]:
     """Return canonical name -> stored tensor, with shapes checked.
 
-    described_by: where `path` gives the sizes, for messages.
     prefixes: of the stored names, best first.
 
     Raises `CheckpointError` if a tensor is missing or has another shape than the config asks for.
@@ -98,13 +85,13 @@ def match_tensors(
     if config.num_layers > len(stored):  # a damaged number can be billions
         raise CheckpointError(f"{path} contains {len(stored)} tensors, too few for {config.num_layers} layers")
     shapes = tensor_shapes(config)
-    matched: dict[str, MatchedTensor[TensorT]] = {}
+    matched: dict[str, MatchedTensor] = {}
     for canonical, shape in shapes.items():
         source = find_source(sources, canonical)
         names = [prefix + source.name for prefix in prefixes]
         tensor = find_stored(sources, stored, canonical, prefixes)
         if tensor is None:
-            raise lacks(path, names[0], described_by, stored)
+            raise lacks(path, names[0], stored)
         num_rows, rows = select_rows(source, canonical, config, shapes)
         transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
         expected: tuple[int, ...] = (num_rows, *shape[1:])
@@ -114,14 +101,20 @@ def match_tensors(
             expected = (num_rows // shape[0], *shape)
         if tensor.shape != expected:
             raise CheckpointError(
-                f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by} asks for {list(expected)}"
+                f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by(path)} asks for "
+                f"{list(expected)}"
             )
         matched[canonical] = MatchedTensor(tensor, rows, source, transposed)
     return matched
 
 
-def lacks(path: Path, name: str, described_by: str, stored: Iterable[str]) -> CheckpointError:
+def described_by(path: Path) -> str:
+    """Return where a model gives its sizes, for messages."""
+    return "metadata" if path.suffix == ".gguf" else "config.json"
+
+
+def lacks(path: Path, name: str, stored: Iterable[str]) -> CheckpointError:
     """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model has left."""
-    wrapped = next((other for other in stored if other.endswith(f".{name}")), None)
+    wrapped = next((stored_name for stored_name in stored if stored_name.endswith(f".{name}")), None)
     hint = f"; it has {wrapped}: save the model again without '{wrapped.removesuffix(name)}'" if wrapped else ""
-    return CheckpointError(f"{path} lacks the tensor {name}, which its {described_by} asks for{hint}")
+    return CheckpointError(f"{path} lacks the tensor {name}, which its {described_by(path)} asks for{hint}")

@@ -6,6 +6,7 @@ HELM when it needs them, so `--help` answers at once.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import os
@@ -15,10 +16,11 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 
 from flexgen_helm.checkpoint.paths import explain
-from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
+from flexgen_helm.hardware.process_state import Rank, rank_of_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexgen_helm.cli.app import app
     from flexgen_helm.cli.console import say
     from flexgen_helm.cli.engine_flags import complete_dummy_weights
-    from flexgen_helm.cli.ranks import as_rank, follow_rank_0
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -78,3 +79,50 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# What torchrun changes for a command: rank 0 runs it, the others follow, and all end together.
+
+# torchrun ends all processes once it sees that one is lost. What the connections say comes first: it names the rank.
+_GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+@contextmanager
+def as_rank(rank: Rank) -> Iterator[None]:
+    """Be a rank of a pipeline: rank 0 tells the others when it has ended."""
+    from flexgen_helm.engine.pipeline import leave_pipeline
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("ended by a signal; what is finished is kept")
+
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+    signal.signal(signal.SIGALRM, end)
+    end_with_parent()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        leave_pipeline()
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the parent process ends, however it ends: torchrun cannot end its ranks if it is killed."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def follow_rank_0() -> int:
+    """Follow rank 0 and return the exit code. A lost rank is for rank 0, or torchrun, to report."""
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.pipeline import follow
+
+    try:
+        follow(Engine)
+    except PipelineError:
+        return PipelineError.exit_code
+    return 0

@@ -13,24 +13,20 @@ from flexgen_helm import __version__
 from flexgen_helm.cli.batch import batch
 from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
-from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import Command, Group, help_text, with_engine_flags
 from flexgen_helm.cli.entries import entries
-from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
-from flexgen_helm.cli.lm_eval import lm_eval
-from flexgen_helm.cli.models import models
+from flexgen_helm.cli.models import convert, fetch, models
 from flexgen_helm.cli.perplexity import perplexity
-from flexgen_helm.cli.plan import plan
-from flexgen_helm.cli.profile import profile
+from flexgen_helm.cli.plan import plan, profile
 from flexgen_helm.cli.quickstart import quickstart
 from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.cli.screen import Screen
-from flexgen_helm.cli.serve import serve
+from flexgen_helm.cli.serve import lm_eval, serve
 from flexgen_helm.concurrency import require_linux
 from flexgen_helm.errors import Interrupted
 

@@ -6,9 +6,9 @@ import atexit
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -22,6 +22,7 @@ from flexgen_helm.files import count
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
+    AskedChat,
     EncodedPrompt,
     Json,
     error_body,
@@ -34,8 +35,7 @@ from flexgen_helm.harnesses.openai_formats import (
 from flexgen_helm.progress import ProgressPhase, report
 
 if TYPE_CHECKING:
-    from flexgen_helm.service.models import ModelArguments, ModelReader
-    from flexgen_helm.service.service import Service
+    pass
 
 _KEYS = {"custom_id", "method", "url", "body"}
 
@@ -90,25 +90,20 @@ def batch(
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
     partial = out.with_name(out.name + ".partial")
-    with _output(partial) as output:
-        num_failed = _answer(parsed, name, model is not None, engine, created, output)
+    unknown = (_failure(line) for line in parsed)  # no line names a model
+    answered = _answers(parsed, name, model is not None, engine, created) if name else unknown
+    try:
+        with _opened(partial) as output, closing(answered):
+            num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
+    except BaseException:
+        if partial.is_file() and not partial.stat().st_size:  # it stays where a line is finished
+            partial.unlink()
+        raise
     partial.replace(out)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
         raise typer.Exit(1)
-
-
-@contextmanager
-def _output(partial: Path) -> Iterator[TextIO]:
-    """Open the file of finished lines; it stays where there are any."""
-    try:
-        with _opened(partial) as output:
-            yield output
-    except BaseException:
-        if partial.is_file() and not partial.stat().st_size:
-            partial.unlink()
-        raise
 
 
 def _opened(partial: Path) -> TextIO:
@@ -128,7 +123,9 @@ def _parse(content: bytes) -> Iterator[_Line]:
             continue
         identity, custom_id = hashlib.sha256(b"%d\n" % number + text).hexdigest()[:24], None
         try:
-            line = _read_object(text, number)
+            line = parse_json(text, f"line {number}")
+            if not isinstance(line, dict):
+                raise ApiError(f"line {number} is not a JSON object")
             custom_id = line.get("custom_id")
             if not isinstance(custom_id, str) or not custom_id:
                 custom_id = None
@@ -144,89 +141,73 @@ def _parse(content: bytes) -> Iterator[_Line]:
             yield _Line(identity, custom_id, error=error)
 
 
-def _read_object(text: bytes, number: int) -> Json:
-    line = parse_json(text, f"line {number}")
-    if not isinstance(line, dict):
-        raise ApiError(f"line {number} is not a JSON object")
-    return line
-
-
 # Answering
 
 
-def _answer(
-    parsed: Sequence[_Line], name: str | None, answers_all: bool, engine: EngineOptions, created: int, output: TextIO
-) -> int:
-    """Write the answers of all lines in order; return how many failed."""
+def _answers(
+    parsed: Sequence[_Line], name: str, answers_all: bool, engine: EngineOptions, created: int
+) -> Generator[tuple[int, Json]]:
+    """Yield status and body of the response to each line, in order."""
     from flexgen_helm.service import process
     from flexgen_helm.service.loaders import EngineLoader
     from flexgen_helm.service.models import ModelReader, model_arguments
     from flexgen_helm.service.service import Service
 
-    if name is None:  # no line can be answered
-        return sum(_write(output, line, _failure(line, line.error)) for line in parsed)
     try:
-        arguments = model_arguments(name, engine)
+        model = model_arguments(name, engine)
     except UnknownModelError as error:
         if answers_all:
             raise
         raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
     reader, service = ModelReader("batch"), Service(EngineLoader())
+
+    def encoded(line: _Line) -> _Line:
+        """Return a line with its prompts encoded, or with why they cannot be."""
+        asked = line.asked
+        if asked is None:
+            return line
+        try:
+            if not answers_all and asked.model != name:
+                raise ApiError(
+                    f"the model is {asked.model!a}, and this file's first line names {name!a}; a file asks one model, "
+                    "or --model answers all lines", "model", "model_not_found", 404
+                )  # fmt: skip
+            chat = reader.chat(model) if isinstance(asked, AskedChat) else None
+            positions = reader.facts(model).max_positions
+            prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
+        except FlexgenError as error:
+            return _Line(line.identity, line.custom_id, error=error)
+        return replace(line, prompts=prompts)
+
+    def response(line: _Line) -> tuple[int, Json]:
+        """Wait for the answers to a line."""
+        if line.asked is None:
+            return _failure(line)
+        results = [service.respond(model, prompt.request).result for prompt in line.prompts]
+        if failed := next((result.error for result in results if result.error is not None), None):
+            return error_status(failed), error_body(failed)
+        head = {"id": line.identity, "created": created, "model": name}
+        return 200, to_body(line.asked, line.prompts, results, reader.encoder(model).tokenizer, head)
+
     try:
-        reader.encoder(arguments)  # what no line could be answered without
-        service.preload(arguments)
-        lines = [_encoded(line, name, answers_all, arguments, reader) for line in parsed]
+        reader.encoder(model)  # what no line could be answered without
+        service.preload(model)
+        lines = list(map(encoded, parsed))
         report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
-        with service.submit(arguments, [prompt.request for line in lines for prompt in line.prompts]):
-            return sum(
-                _write(output, line, _respond(line, name, arguments, service, reader, created)) for line in lines
-            )
+        with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
+            yield from map(response, lines)
     finally:
         if not service.close():  # in the middle of something: the process ends without it
             atexit.register(process.close_at_exit, service.close, 130)
 
 
-def _encoded(line: _Line, name: str, answers_all: bool, model: ModelArguments, reader: ModelReader) -> _Line:
-    """Return a line with its prompts encoded, or with why they cannot be."""
-    asked = line.asked
-    if asked is None:
-        return line
-    try:
-        if not answers_all and asked.model != name:
-            raise ApiError(
-                f"the model is {asked.model!a}, and this file's first line names {name!a}; a file asks one model, or "
-                "--model answers all lines", "model", "model_not_found", 404
-            )  # fmt: skip
-        chat = reader.chat(model) if asked.endpoint == "chat" else None
-        positions = reader.facts(model).max_positions
-        prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
-    except FlexgenError as error:
-        return _Line(line.identity, line.custom_id, error=error)
-    return _Line(line.identity, line.custom_id, asked, prompts)
+def _failure(line: _Line) -> tuple[int, Json]:
+    assert line.error is not None
+    return error_status(line.error), error_body(line.error)
 
 
-def _respond(
-    line: _Line, name: str, model: ModelArguments, service: Service, reader: ModelReader, created: int
-) -> tuple[int, Json]:
-    """Return status and body of the response to a line; waits for its answers."""
-    if line.asked is None:
-        return _failure(line, line.error)
-    results = [service.respond(model, prompt.request).result for prompt in line.prompts]
-    if failed := next((result.error for result in results if result.error is not None), None):
-        return _failure(line, failed)
-    tokenizer, identity = reader.encoder(model).tokenizer, line.identity
-    body = to_body(line.asked, line.prompts, results, tokenizer, model=name, identity=identity, created=created)
-    return 200, body
-
-
-def _failure(line: _Line, error: Exception | None) -> tuple[int, Json]:
-    assert error is not None
-    return error_status(error), error_body(error)
-
-
-def _write(output: TextIO, line: _Line, response: tuple[int, Json]) -> bool:
+def _write(output: TextIO, line: _Line, status: int, body: Json) -> bool:
     """Append a line; return whether it is an error."""
-    status, body = response
     answer = {
         "id": f"batch_req_{line.identity}",
         "custom_id": line.custom_id,

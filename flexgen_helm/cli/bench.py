@@ -89,7 +89,6 @@ def bench(
       gpu         a GPU's links and products, and large models in 16 GB of it
       policy      predicted against measured time, and other policies
       kernels     unpacking 4 bits, and products with packed weights
-      formats     what formats of weights and KV cache cost in accuracy
       precisions  bytes, speed, perplexity, divergence, and flips of a model's precisions
       paper       tables of the FlexGen paper, predicted for its T4 and measured
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.names import PREFIX, resolve
 from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
@@ -29,9 +29,9 @@ from flexgen_helm.quant.precisions import precision_named, split_precisions
 if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.engine.predictions import OnLogits
+    from flexgen_helm.engine.executor import OnLogits
     from flexgen_helm.report.divergence import Divergence
-    from flexgen_helm.report.metrics import Vector
+    from flexgen_helm.report.paired import Vector
 
 DEFAULT_ROWS = 400
 
@@ -66,47 +66,45 @@ def divergence(
     check_engine_flags(engine)
     precision_named(baseline)
     named = split_precisions(str(engine.get("precision", "4bit")))
-    others = [name for name in dict.fromkeys(named) if name != baseline]
-    if not others:
+    precisions = [name for name in dict.fromkeys(named) if name != baseline]
+    if not precisions:
         raise UsageError(f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit")
-    _refuse_precision_in_name(model)
+    if (meant := resolve(model).options.get("precision")) is not None:
+        raise UsageError(
+            f"the name {model} already means {meant}; give the model's own name, and the precision with --precision"
+        )
 
     def load(precision: str) -> Engine:
         return load_engine(model, {**engine, "precision": precision})
 
     folder = None if engine.get("offload_dir") is None else Path(str(engine["offload_dir"]))
     if suite is not None:
-        own = (("--text", text), ("--window", window), ("--max-windows", max_windows))
-        for flag in (flag for flag, value in own if value is not None):
-            raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
-        by_entry = _suite_prompts(model, baseline, output_path / "runs" / suite)
-        entries, document = list(by_entry), "instance"
+        for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows)):
+            if value is not None:
+                raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
+        by_entry, document = _suite_prompts(model, baseline, output_path / "runs" / suite), "instance"
     elif text is None or window is None:
         raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
     else:
-        content, entries, document = read_text(text), [""], "window"
+        content, document = read_text(text), "window"
 
-    def prompts(engine: Engine) -> list[ComparedPrompts]:
-        if suite is not None:
-            return [*by_entry.values()]
-        assert window is not None
-        return [text_windows(engine, content, window, max_windows)]
+    def prompts(engine: Engine) -> dict[str, ComparedPrompts]:
+        return by_entry if suite is not None else {"": text_windows(engine, content, window or 0, max_windows)}
 
-    found: dict[str, list[Divergence]] = {entry: [] for entry in entries}
-    for place, each in measure(load, baseline, others, prompts, rows, folder):
+    found: dict[str, list[Divergence]] = {}
+    for entry, divergence in measure(load, [baseline, *precisions], prompts, rows, folder):
         if not as_json:
-            print("\n" * any(found.values()) + describe(each, entries[place], document), flush=True)
-        found[entries[place]].append(each)
+            print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
+        found.setdefault(entry, []).append(divergence)
     if as_json:
         from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite
 
         if suite is not None:
-            parts = tuple(EntryDivergence(entry, tuple(each)) for entry, each in found.items())
+            parts = tuple(EntryDivergence(entry, tuple(divergences)) for entry, divergences in found.items())
             print_json(finite(asdict(SuiteDivergence(model, suite, parts))))
         else:
-            assert window is not None
-            print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found[""])))))
+            print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
 
 
 def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
@@ -125,7 +123,7 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
 
     found = {run.entry: read_compared_prompts(run) for run in runs}
-    for entry in [entry for entry, own in found.items() if not any(own.compared)]:
+    for entry in [entry for entry, prompts in found.items() if not any(prompts.compared)]:
         say(f"{entry}: no answer has a token to compare, so it is left out")
         del found[entry]
     if not found:
@@ -138,24 +136,23 @@ def text_windows(engine: Engine, text: str, window: int, max_windows: int | None
     from flexgen_helm.engine.divergence import ComparedPrompts
 
     ids = [request.prompt_token_ids or () for request in scoring_requests(engine, text, window, max_windows)]
-    return ComparedPrompts([*map(tuple, ids)], [range(1, len(own)) for own in ids], range(len(ids)))
+    return ComparedPrompts([*map(tuple, ids)], [range(1, len(tokens)) for tokens in ids], range(len(ids)))
 
 
 def measure(
     load: Callable[[str], AbstractContextManager[Engine]],
-    baseline: str,
-    others: Sequence[str],
-    prompts: Callable[[Engine], Sequence[ComparedPrompts]],
+    precisions: Sequence[str],
+    prompts: Callable[[Engine], Mapping[str, ComparedPrompts]],
     rows: int = DEFAULT_ROWS,
     folder: Path | None = None,
-) -> Iterator[tuple[int, Divergence]]:
-    """Yield the divergence of each precision from the baseline over each of several sets of prompts, with its place.
+) -> Iterator[tuple[str, Divergence]]:
+    """Yield the divergence of other precisions from the first over each of several sets of prompts, by its name.
 
     load: opens the model in a precision; one is open at a time.
     prompts: returns the sets, given the baseline's engine.
     rows: tokens of a set whose whole distributions are compared.
     folder: where the baseline's rows wait; None for the folder of offloaded weights.
-    Raises what `prompts` raises, and `UsageError` if the disk has no room.
+    Raises what `prompts` raises, the error of a result, and `UsageError` if the disk has no room.
     """
     import numpy as np
 
@@ -163,52 +160,45 @@ def measure(
     from flexgen_helm.engine.divergence import BaselineRows, RowDivergence
     from flexgen_helm.report.divergence import ScoredTokens, divergence_between
 
+    def logprobs(engine: Engine, compared: ComparedPrompts, on_logits: OnLogits) -> Vector:
+        scores: list[float | None] = []
+        for result, tokens in zip(engine.run(compared.requests(), on_logits=on_logits), compared.compared):
+            if result.error is not None:
+                raise result.error
+            scores += (result.prompt_logprobs or ())[tokens.start : tokens.stop]
+        return np.array(scores, np.float64)
+
+    baseline, *compressed = precisions
     folder = state_dir() / "offload" if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
-        kept, base = [], []
+        kept, base = {}, {}
         with load(baseline) as engine:
             sets = prompts(engine)
-            for own in sets:
-                rows_of = BaselineRows(folder, own.compared, rows, engine.config.vocab_size)
-                kept.append(resources.enter_context(rows_of))
-                base.append(_compared_logprobs(engine, own, rows_of))
-        for precision in others:
+            for name, compared in sets.items():
+                baseline_rows = BaselineRows(folder, compared.compared, rows, engine.config.vocab_size)
+                kept[name] = resources.enter_context(baseline_rows)
+                base[name] = logprobs(engine, compared, kept[name])
+        for precision in compressed:
             with load(precision) as engine:
-                for place, own in enumerate(sets):
-                    found = RowDivergence(kept[place])
-                    other = _compared_logprobs(engine, own, found)
+                for name, compared in sets.items():
+                    found = RowDivergence(kept[name])
+                    scores = logprobs(engine, compared, found)
                     found.require_all()
+                    numbers = {document: number for number, document in enumerate(dict.fromkeys(compared.documents))}
+                    documents = [numbers[document] for document in compared.documents]
                     scored = ScoredTokens(
-                        np.repeat(_numbers(own.documents), list(map(len, own.compared))),
-                        base[place], other, found.same_top == 1, kept[place].sampled, found.exact,
+                        np.repeat(documents, list(map(len, compared.compared))),
+                        base[name], scores, found.same_top == 1, kept[name].sampled, found.exact,
                     )  # fmt: skip
-                    yield place, divergence_between(baseline, precision, scored)
-
-
-def _compared_logprobs(engine: Engine, prompts: ComparedPrompts, on_logits: OnLogits) -> Vector:
-    """Return the log-probabilities of the tokens that are compared. Raises the error of a result."""
-    import numpy as np
-
-    logprobs: list[float | None] = []
-    for result, places in zip(engine.run(prompts.requests(), on_logits=on_logits), prompts.compared):
-        if result.error is not None:
-            raise result.error
-        logprobs += (result.prompt_logprobs or ())[places.start : places.stop]
-    return np.array(logprobs, np.float64)
-
-
-def _numbers(documents: Sequence[Hashable]) -> list[int]:
-    """Number documents in the order in which they first appear."""
-    places = {document: place for place, document in enumerate(dict.fromkeys(documents))}
-    return [places[document] for document in documents]
+                    yield name, divergence_between(baseline, precision, scored)
 
 
 def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
     """Return a divergence as text for people; document: what it calls a part of what was compared."""
     kl, row = found.kl, "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
     interval = "" if kl.interval is None else f"{kl.interval[0]:.6f} … {kl.interval[1]:.6f}"
-    mean, *others = (f"{value:.6f}" for value in (kl.mean, kl.median, kl.p99, kl.largest))
+    mean, *quantiles = (f"{value:.6f}" for value in (kl.mean, kl.median, kl.p99, kl.largest))
     lines = [
         f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
         f"{count(found.tokens, 'token')} in {count(found.documents, document)}",
@@ -216,16 +206,6 @@ def describe(found: Divergence, entry: str = "", document: str = "window") -> st
         + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
         f"  same top token at {found.same_top:.2%}",
         row("KL divergence, nats", "mean", "95 % interval", "median", "99 %", "largest"),
-        row(f"{kl.tokens:,} tokens, exact", mean, interval, *others),
+        row(f"{kl.tokens:,} tokens, exact", mean, interval, *quantiles),
     ]
     return "\n".join(lines)
-
-
-def _refuse_precision_in_name(model: str) -> None:
-    from flexgen_helm.checkpoint.names import resolve
-
-    given: Any = resolve(model).options.get("precision")
-    if given is not None:
-        raise UsageError(
-            f"the name {model} already means {given}; give the model's own name, and the precision with --precision"
-        )

@@ -95,17 +95,17 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
     if model is not None:
         checks[f"weights of {model}"] = partial(_verified, model)
         checks[f"prompts of {model}"] = partial(_prompts, model)
-    return {name: _run(check) for name, check in checks.items()}
-
-
-def _run(check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # a check that breaks is a finding, and the others still matter
-        remedy = None if isinstance(error, FlexgenError) else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
-        if isinstance(error, OSError):
-            remedy = f"Mend that, or {_OTHER_HOME}"
-        return Finding("failed", f"{type(error).__name__}: {error}", remedy)
+    found = {}
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except Exception as error:  # a check that breaks is a finding, and the others still matter
+            is_ours = isinstance(error, FlexgenError)
+            remedy = None if is_ours else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
+            if isinstance(error, OSError):
+                remedy = f"Mend that, or {_OTHER_HOME}"
+            found[name] = Finding("failed", f"{type(error).__name__}: {error}", remedy)
+    return found
 
 
 def _python() -> Finding:
@@ -129,25 +129,17 @@ def _tested() -> Finding:
     from flexgen_helm.engine.proof import proved_table
 
     tested = proved_table()["tested"]
-    unknown = [
-        f"{name} {version}"
-        for name, known in tested.items()
-        if (version := _base_version(name)) and version not in known
-    ]
+    # Without the suffix of the build, such as +cpu.
+    installed = {name: (_installed(name) or "").partition("+")[0] for name in tested}
+    unknown = [f"{name} {version}" for name, version in installed.items() if version and version not in tested[name]]
     if not unknown:
-        return Finding("ok", ", ".join(f"{name} {_base_version(name)}" for name in tested))
+        return Finding("ok", ", ".join(f"{name} {version or None}" for name, version in installed.items()))
     known = " and ".join(f"{name} {releases[-1]}" for name, releases in tested.items())
     return Finding(
         "warning",
         f"no test has seen {' and '.join(unknown)}",
         f"A model of each kind is compared with transformers when it is first opened. {known} are tested.",
     )
-
-
-def _base_version(name: str) -> str | None:
-    """Return the installed release without the suffix of its build, such as +cpu."""
-    version = _installed(name)
-    return None if version is None else version.partition("+")[0]
 
 
 def _helm() -> Finding:
@@ -178,9 +170,7 @@ def _torch() -> Finding:
 
 
 def _torchvision() -> Finding:
-    try:
-        version = metadata.version("torchvision")
-    except metadata.PackageNotFoundError:
+    if (version := _installed("torchvision")) is None:
         return Finding("ok", "not installed, and not needed")
     if (error := _python_subprocess("import torchvision")) is not None:
         remedy = (
@@ -290,11 +280,11 @@ def _response_cache() -> Finding:
     folder = state_dir() / "journal"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
-            replace_text(Path(own) / "a", "x")
-            sync_folder(Path(own))
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as scratch:
+            replace_text(Path(scratch) / "a", "x")
+            sync_folder(Path(scratch))
             for results in ({"key": _SOME_RESULT}, {}):  # of a second connection nothing is written
-                with closing(ResponseCache(Path(own) / "a.sqlite")) as cache:
+                with closing(ResponseCache(Path(scratch) / "a.sqlite")) as cache:
                     cache.put_many(results)
                     is_found = cache.get_many(["key"]) == {"key": _SOME_RESULT}
     except OSError as error:
@@ -328,8 +318,8 @@ def _direct_reads() -> Finding:
     from flexgen_helm.offload.staging import ALIGNMENT, pages
 
     folder = existing_folder(state_dir() / "offload")
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
-        file = DirectFile(Path(own) / "file", ALIGNMENT, create=True)
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as scratch:
+        file = DirectFile(Path(scratch) / "file", ALIGNMENT, create=True)
         written, read = pages(ALIGNMENT).fill_(7), pages(ALIGNMENT).zero_()
         file.write(0, written)
         file.read(0, read)
@@ -387,8 +377,8 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
 def _requirements() -> dict[str, Requirement]:
     """Return what this installation needs by name, and of its extras what is installed."""
     all_needed = map(Requirement, metadata.requires("flexgen-helm") or ())
-    own = [need for need in all_needed if need.marker is None or need.marker.evaluate({"extra": "ray"})]
-    return {need.name: need for need in own if need.marker is None or _installed(need.name) is not None}
+    needed = [need for need in all_needed if need.marker is None or need.marker.evaluate({"extra": "ray"})]
+    return {need.name: need for need in needed if need.marker is None or _installed(need.name) is not None}
 
 
 def _installed(name: str) -> str | None:

@@ -16,8 +16,8 @@ from flexgen_helm.cli.console import say
 from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable, size, size_argument
-from flexgen_helm.hardware.cuda import require_cuda, why_no_cuda
 from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
+from flexgen_helm.hardware.process_state import require_cuda, why_no_cuda
 from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:
@@ -38,30 +38,37 @@ def complete_from(values: Iterable[str]) -> Callable[[str], list[str]]:
     return complete
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Complete a name of the catalog. A shell completes folders and files by itself."""
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Complete one of the names that a function returns."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
+def _models() -> Iterable[str]:
     from flexgen_helm.checkpoint.catalog import CATALOG
 
-    return [name for name in CATALOG if name.startswith(incomplete)]
+    return CATALOG
 
 
-def complete_helm_models(incomplete: str) -> list[str]:
-    """Complete the name that HELM knows a model of the catalog by."""
-    return [name for name in map("flexgen/{}".format, complete_model("")) if name.startswith(incomplete)]
-
-
-def complete_hardware(incomplete: str) -> list[str]:
-    """Complete the name of a machine."""
+def _machines() -> Iterable[str]:
     from flexgen_helm.hardware.profile import shipped_profiles
 
-    return [name for name in ("measured", *shipped_profiles()) if name.startswith(incomplete)]
+    return ("measured", *shipped_profiles())
 
 
-def complete_benchmark(incomplete: str) -> list[str]:
-    """Complete the name of a benchmark."""
+def _benchmarks() -> Iterable[str]:
     from flexgen_helm.benchmarks import KNOWN
 
-    return [name for name in KNOWN if name.startswith(incomplete)]
+    return KNOWN
+
+
+# A name of the catalog; a shell completes folders and files by itself.
+complete_model = _completing(_models)
+complete_helm_models = _completing(lambda: map("flexgen/{}".format, _models()))
+complete_hardware, complete_benchmark = _completing(_machines), _completing(_benchmarks)
 
 
 ENGINE_FLAGS = tuple(flag.name for _, flag in FLAGS.values())
@@ -73,33 +80,45 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     The command gets the options of the flags that were given. A value that cannot be parsed is refused before.
     """
     flags = [name for name, (_, flag) in FLAGS.items() if command.__name__ in (flag.commands or (command.__name__,))]
-    own = [known for known in inspect.signature(command, eval_str=True).parameters.values() if known.name != "engine"]
-    parameters = [known.replace(kind=inspect.Parameter.KEYWORD_ONLY) for known in (*own, *map(_typer_parameter, flags))]
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.name != "engine"
+    ]
+    for name in flags:
+        option, flag = FLAGS[name]
+        settings = typer.Option(
+            flag.name,
+            metavar=flag.metavar,
+            help=flag.help or OPTIONS[option].metadata["help"],
+            show_default=False,
+            rich_help_panel="Prompts" if flag.commands else "Engine",
+            autocompletion=complete_from(flag.choices) if flag.choices else None,
+        )
+        parameters.append(flag_parameter(name, settings, is_switch=flag.metavar is None))
 
-    @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         command(engine=options_of_flags({name: values.pop(name) for name in flags}), **values)
 
+    return with_parameters(command, wrapper, parameters)
+
+
+def flag_parameter(name: str, settings: Any, is_switch: bool) -> inspect.Parameter:
+    """Return a parameter of a command: a switch, or a text that need not be given."""
+    kind: Any = bool if is_switch else str | None
+    default, annotation = False if is_switch else None, Annotated[kind, settings]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_parameters(
+    command: Callable[..., None], wrapper: Callable[..., None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Return the wrapper of a command as typer takes it: with its name, its help, and these parameters."""
+    functools.update_wrapper(wrapper, command)
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
-
-
-def _typer_parameter(name: str) -> inspect.Parameter:
-    option, flag = FLAGS[name]
-    settings = typer.Option(
-        flag.name,
-        metavar=flag.metavar,
-        help=flag.help or OPTIONS[option].metadata["help"],
-        show_default=False,
-        rich_help_panel="Prompts" if flag.commands else "Engine",
-        autocompletion=complete_from(flag.choices) if flag.choices else None,
-    )
-    kind: Any = bool if flag.metavar is None else str | None
-    default = False if flag.metavar is None else None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
-    )
 
 
 def complete_dummy_weights(argv: Sequence[str]) -> list[str]:
@@ -152,15 +171,10 @@ def to_arguments(options: EngineOptions) -> list[str]:
         if flag.metavar is None:
             words += [flag.name] if value is (not OPTIONS[option].default) else []
         elif value is not None:
-            words += [flag.name, _text_of(value)]
+            if isinstance(value, tuple):
+                value = ",".join(f"{rate:g}" for rate in value)
+            words += [flag.name, json.dumps(value) if isinstance(value, bool | Mapping) else str(value)]
     return words
-
-
-def _text_of(value: Any) -> str:
-    """Write the value of an option as its flag reads it."""
-    if isinstance(value, tuple):
-        return ",".join(f"{rate:g}" for rate in value)
-    return json.dumps(value) if isinstance(value, bool | Mapping) else str(value)
 
 
 def load_engine(model: str, options: EngineOptions) -> Engine:

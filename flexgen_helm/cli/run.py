@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,7 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
-from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.hardware.process_state import why_no_cuda
 from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import precision_named, split_precisions
@@ -95,8 +95,17 @@ def run_and_show(
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
-        with _only_writer(suite):
-            outcome = _run([*arguments, *joined], engine, cluster)
+        try:  # two processes of this home that write one suite would both compute everything
+            with state_lock(f"locks/suite-{path_key(suite)}.lock", timeout=0):
+                report(ProgressPhase("start"))
+                if cluster is not None:
+                    cluster.connect_soon()  # while HELM is imported
+                from flexgen_helm.plugin.suite import run_suite
+
+                outcome = run_suite([*arguments, *joined], engine, cluster)
+        except InUseError as error:
+            refused = f"another run writes {suite} now; wait until it has ended, or name another --suite"
+            raise UsageError(refused) from error
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)
     if log is not None:
@@ -109,16 +118,6 @@ def run_and_show(
         more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
-
-
-@contextmanager
-def _only_writer(suite: Path) -> Iterator[None]:
-    """Refuse a suite that another process of this home writes: both would compute everything."""
-    try:
-        with state_lock(f"locks/suite-{path_key(suite)}.lock", timeout=0):
-            yield
-    except InUseError as error:
-        raise UsageError(f"another run writes {suite} now; wait until it has ended, or name another --suite") from error
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:
@@ -145,15 +144,6 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
                     refused[least_limit(storage, machine.compute_bytes)] = error
     if refused:
         raise refused[max(refused)]  # what is enough for all of them
-
-
-def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | None) -> SuiteOutcome:
-    report(ProgressPhase("start"))
-    if cluster is not None:
-        cluster.connect_soon()  # while HELM is imported
-    from flexgen_helm.plugin import suite
-
-    return suite.run_suite(arguments, engine, cluster)
 
 
 def _new_log() -> Path:

@@ -262,12 +262,13 @@ def _descriptor_redirected(stream: TextIO, number: int, target: int) -> Iterator
     stream.flush()
     saved = os.dup(number)
     os.dup2(target, number)
-    own = os.fdopen(os.dup(saved), "w", encoding=stream.encoding, errors="replace", buffering=1) if is_on_it else stream
+    if is_on_it:
+        stream = os.fdopen(os.dup(saved), "w", encoding=stream.encoding, errors="replace", buffering=1)
     try:
-        yield own
+        yield stream
     finally:
-        own.flush()
+        stream.flush()
         if is_on_it:
-            own.close()
+            stream.close()
         os.dup2(saved, number)
         os.close(saved)

@@ -1,4 +1,4 @@
-"""`flexgen-helm serve`: OpenAI's API for one model, for harnesses that ask over HTTP."""
+"""`flexgen-helm serve` and `lm-eval`: other harnesses on the engine, over HTTP or with their own arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags
+from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags, refuse_twice
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
@@ -83,7 +83,8 @@ def serve(
                 raise answer.result.error
         server = OpenAIServer(service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say)
         listener.listen(1024)
-        say(f"serving {name} at {_url(listener)}/v1; Ctrl-C ends")
+        host, port = listener.getsockname()[:2]
+        say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
         with observed_by(_tell):
             server.serve(listener)
         answered = f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
@@ -143,6 +144,31 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+# Ends of the harness's flags whose values it joins.
+_JOINED = ("_args", "_kwargs", "--tasks", "-t", "-a", "--metadata")
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness on the engine, with the harness's own arguments.
+
+    The model is `flexgen` unless `--model` or a `--config` names another one. Its `--model_args` are `pretrained=NAME`
+    and engine options by the names of their flags: `precision=4bit,cpu_memory=8GiB`. The answers to all requests of a
+    kind are computed together. After an interruption the same command goes on: what was computed comes from the
+    response cache. `lm-eval run --help` lists the harness's arguments.
+
+    Needs the extra `lm-eval`: pip install 'flexgen-helm[lm-eval]'.
+
+    Example:
+      flexgen-helm lm-eval --model_args pretrained=smollm2-135m-instruct-q4_1 --tasks arc_easy --limit 100
+    """
+    if find_spec("lm_eval") is None:
+        raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")
+    names = [word.partition("=")[0] for word in context.args if word.startswith("-") and not word[1:2].isdigit()]
+    refuse_twice(name for name in names if not name.endswith(_JOINED))
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows progress
+    from flexgen_helm.harnesses.lm_eval import run_command
+
+    try:
+        run_command(context.args)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; finished answers are stored, and the same command computes the rest") from None

@@ -67,8 +67,8 @@ def _workload(lengths: EntryLengths, instances: int, factor: float, answer: floa
     """Return the sequences of so many instances; room: positions of the model for a prompt, beyond which HELM cuts."""
     requests = max(1, round(instances * lengths.requests))
     prompt = max(1, min(round(factor * lengths.prompt), room))
-    own = round(factor * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are what is shared
-    shared = max(0, prompt - max(1, own))
+    instance = round(factor * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are what is shared
+    shared = max(0, prompt - max(1, instance))
     saved = shared * (requests - 1) + (lengths.completions - 1) * requests * prompt
     total = requests * lengths.completions * prompt
     group = (prompt, max(1, round(answer)), requests * lengths.completions)
@@ -120,6 +120,7 @@ class PromptReader:
         """Return what the requests in HELM's file ask. Raises `UsageError` for a file that cannot be used."""
         from flexgen_helm.planner.policy import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
+        from flexgen_helm.service.models import model_arguments
 
         states = read_object(file).get("request_states", ())
         if not states:
@@ -127,7 +128,7 @@ class PromptReader:
         name = str(states[0]["request"]["model"])
         if not name.startswith(PREFIX):
             raise UsageError(f"the prompts in {file} were made for {name}; plan reads those of models of flexgen/")
-        encoder = self._models.encoder(_arguments(name))
+        encoder = self._models.encoder(model_arguments(name, {}))
         requests = [_request(state["request"]) for state in states]
         # The ids are those of that model's vocabulary.
         config = replace(self._config, vocab_size=max(self._config.vocab_size, encoder.tokenizer.vocab_size))
@@ -139,11 +140,11 @@ class PromptReader:
         answers = []
         for request in encoded.distinct:
             most = max(1, request.request.max_tokens)
-            answers.append(min(most, _reference_tokens(states[request.places[0]], encoder.encode) or most))
+            answers.append(min(most, _reference_tokens(states[request.indices[0]], encoder.encode) or most))
 
         def workload(factor: float) -> Workload:
             lengths = [
-                (max(1, len(request.tokens)), _answer(request.request.max_tokens, factor * answer))
+                (max(1, len(request.tokens)), max(1, round(min(request.request.max_tokens, factor * answer))))
                 for request, answer in zip(encoded.distinct, answers)
                 for _ in range(request.num_completions)
             ]
@@ -154,16 +155,6 @@ class PromptReader:
             source += f"; {len(encoded.refused):,} are too long for the model"
         factors = (1 / ANSWER_FACTOR, 1.0, ANSWER_FACTOR, math.inf)
         return EntryWorkload(entry, "prompts", source, *map(workload, factors))
-
-
-def _answer(most: int, tokens: float) -> int:
-    return max(1, round(min(most, tokens)))
-
-
-def _arguments(name: str) -> Any:
-    from flexgen_helm.service.models import model_arguments
-
-    return model_arguments(name, {})
 
 
 def _request(asked: Mapping[str, Any]) -> Any:

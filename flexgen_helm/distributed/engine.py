@@ -1,10 +1,16 @@
-"""An engine whose work is done by workers: what the plugin's service sees is an `Engine`."""
+"""An engine whose work is done by workers: what the plugin's service sees is an `Engine`.
+
+Requests are sorted by their prompts, so that neighbours share prefixes. An idle worker gets a unit: requests that
+failed elsewhere, or the next neighbours. Units get smaller towards the end, so that workers end together. What a lost
+worker or a failed unit has not answered waits again, in smaller units and for other workers, so that one request that
+brings workers down takes few others with it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,30 +19,46 @@ import torch
 from flexgen_helm import __version__
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.distributed.dispatcher import Dispatcher
-from flexgen_helm.distributed.messages import Failure, ModelToLoad, UnitRecord, WorkerIdentity
 from flexgen_helm.distributed.ray_cluster import RayWorkers
+from flexgen_helm.distributed.worker import Failure, ModelToLoad, UnitRecord, WorkerIdentity
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.run import OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.report.blocks import add_blocks
-from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.throughput import add_blocks, throughput
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-# What each worker did in a run, and the run's record made of it. No torch.
+# Most seconds of a unit: its end is a good moment to hand out the next one. Most requests of one before a rate is
+# known, and fewest, because each unit costs a plan.
+UNIT_S, FIRST_UNIT_REQUESTS, MIN_UNIT_REQUESTS = 300.0, 256, 16
+# How often a request may be part of a unit that fails, and how much smaller its next unit is each time.
+MAX_ATTEMPTS, SHRINKING = 3, 4
+# Seconds that the driver waits at most for a report before it looks at everything else.
+_POLL_S = 0.2
+# Seconds without any worker after which the user is told what is missing.
+_TELL_AFTER_S = 30.0
+# Workers that are reported one by one as they come; of more, only that all are there.
+_TOLD_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Requests that a worker computes together, by index. failed_on: the workers where they failed."""
+
+    requests: Sequence[int]
+    failed_on: tuple[str, ...] = ()
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
 class WorkerRecord:
     """One worker of a run.
 
-    costs: of the answers that were the first.
-    record: of its units, joined.
-    progress: of the unit that runs.
-    done_tokens: of the units that have ended.
+    costs: of its answers. record: of its units, joined. rate: requests a second of its last unit.
+    block: sequences that its plan computes at once; fewer would not stream weights faster.
+    progress: of the unit that runs. done_tokens: of the units that have ended.
     """
 
     name: str
@@ -45,26 +67,25 @@ class WorkerRecord:
     record: dict[str, Any] = field(default_factory=dict)
     num_units: int = 0
     is_lost: bool = False
+    rate: float = 0.0
+    block: int = 1
     progress: Progress | None = None
     done_tokens: float = 0.0
 
-    def end_unit(self, record: Mapping[str, Any]) -> None:
-        """Add the record of a unit that has ended; empty if it was stopped or failed."""
+    def end_unit(self, unit: Unit, end: UnitRecord | Failure) -> None:
+        """Add the record of a unit that has ended."""
         self.num_units += 1
-        self._forget_progress()
-        if record:
-            self.record = add_blocks(self.record, record) if self.record else dict(record)
-
-    def lose(self) -> None:
-        self.is_lost = True
-        self._forget_progress()
-
-    def _forget_progress(self) -> None:
         self.done_tokens += self.progress.done_tokens if self.progress is not None else 0
         self.progress = None
+        if isinstance(end, UnitRecord):
+            self.rate = len(unit.requests) / max(time.monotonic() - unit.began, 1e-3)
+            self.record = add_blocks(self.record, end.record) if self.record else dict(end.record)
+            policy = end.record.get("policy")
+            if isinstance(policy, dict) and policy.get("num_gpu_batches"):
+                self.block = policy["gpu_batch_size"] * policy["num_gpu_batches"]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `flexgen_run.json` says of a worker; seconds are those of the answers that count."""
+        """Return what `flexgen_run.json` says of a worker."""
         return {
             "name": self.name,
             "host": self.identity.host,
@@ -80,53 +101,121 @@ class WorkerRecord:
         }
 
 
-def total_progress(
-    workers: Collection[WorkerRecord], waiting_cost: float, num_answered: int, num_requests: int, elapsed_s: float
-) -> Progress:
-    """Return the progress of all workers together; waiting_cost: tokens that nobody computes yet."""
-    running = [worker.progress for worker in workers if worker.progress is not None]
-    ended = sum(worker.done_tokens for worker in workers)
-    done = ended + sum(progress.done_tokens for progress in running)
-    total = ended + sum(progress.total_tokens for progress in running) + waiting_cost
-    memory = Counter[str]()
-    for progress in running:
-        memory.update(progress.memory_bytes)
-    return Progress(done, round(max(total, done)), num_answered, num_requests, elapsed_s, memory)
+class ClusterRun:
+    """One call of `ClusterEngine.run`: what waits, who computes what, and what has been answered.
 
-
-def run_record(
-    workers: Collection[WorkerRecord], results: Sequence[GenerationResult | None], load_s: float, elapsed_s: float
-) -> dict[str, Any]:
-    """Return a run's record: sums and peaks over workers; plan and hardware are those of the first.
-
-    load_s: until the first worker was ready. `time_s` and `bytes` add up over workers; `wall_s` is the driver's.
+    running: worker -> its unit. failures: request -> why it is given up.
     """
-    used = [worker for worker in workers if worker.num_units or worker.costs or worker.is_lost]
-    record: dict[str, Any] = {}
-    for worker in used:
-        if worker.record:
-            record = add_blocks(record, worker.record) if record else dict(worker.record)
-    figures = throughput((result.cost for result in results if result is not None), elapsed_s)
-    if len(used) > 1:  # of units on machines that work side by side no sum is a prediction
-        record |= {"predicted_latency_s": None, "predicted": None}
-    num_served = sum(result is not None and result.error is None for result in results)
-    return {
-        **record,
-        **figures,
-        "workload": {"num_requests": len(results), "num_unique": num_served, **figures["workload"]},
-        "wall_s": {"load": load_s, "generate": elapsed_s},
-        "workers": [worker.as_json() for worker in used],
-    }
 
+    def __init__(self, requests: Sequence[GenerationRequest], on_result: OnResult | None = None) -> None:
+        self._requests, self._on_result = requests, on_result
+        self._began = time.monotonic()
+        prompts = [tuple(request.prompt_token_ids or ()) for request in requests]
+        # Half of the tokens that may be drawn are expected.
+        self._costs = [len(ids) + request.n * request.max_tokens / 2 for ids, request in zip(prompts, requests)]
+        self._fresh = sorted(range(len(requests)), key=prompts.__getitem__)
+        self._failed: list[Unit] = []
+        self.running: dict[str, Unit] = {}
+        self.results: list[GenerationResult | None] = [None] * len(requests)
+        self.failures: dict[int, str] = {}
+        self.workers: dict[str, WorkerRecord] = {}
 
-# Seconds that the driver waits at most for a report before it looks at everything else.
-_POLL_S = 0.2
-# Seconds without any worker after which the user is told what is missing.
-_TELL_AFTER_S = 30.0
-# Workers that are reported one by one as they come; of more, only that all are there.
-_TOLD_WORKERS = 4
-# Seconds for workers to stop what nobody wants any more.
-_STOP_S = 5.0
+    @property
+    def is_over(self) -> bool:
+        return not (self._fresh or self._failed or self.running)
+
+    def join(self, name: str, identity: WorkerIdentity) -> None:
+        self.workers[name] = WorkerRecord(name, identity)
+
+    def next_unit(self, name: str, num_workers: int) -> Sequence[GenerationRequest]:
+        """Return what an idle worker shall compute now; empty if there is nothing for it.
+
+        num_workers: how many there will be soon; the first one leaves work for the rest.
+        """
+        worker = self.workers[name]
+        alive = {worker.name for worker in self.workers.values() if not worker.is_lost}
+        # Not where it failed before, unless it failed everywhere.
+        unit = next((unit for unit in self._failed if name not in unit.failed_on or alive <= {*unit.failed_on}), None)
+        if unit is not None:
+            self._failed.remove(unit)
+            unit = Unit(unit.requests, unit.failed_on)
+        elif self._fresh:
+            fewest = max(MIN_UNIT_REQUESTS, worker.block)
+            share = len(self._fresh) // (1 if num_workers == 1 else 2 * num_workers)
+            most = max(fewest, int(worker.rate * UNIT_S)) if worker.num_units else FIRST_UNIT_REQUESTS
+            size = min(max(share, fewest), most)
+            unit, self._fresh = Unit(self._fresh[:size]), self._fresh[size:]
+        else:
+            return ()
+        self.running[name] = unit
+        return [self._requests[index] for index in unit.requests]
+
+    def receive(self, name: str, key: Any, item: GenerationResult | Progress) -> None:
+        """Take an answer, by its index in the worker's unit, or its progress."""
+        worker = self.workers[name]
+        if isinstance(item, Progress):
+            worker.progress = item
+            return
+        index = self.running[name].requests[key]
+        self.results[index] = item
+        worker.costs.append(item.cost)
+        if self._on_result is not None:
+            self._on_result(index, item)
+
+    def end_unit(self, name: str, end: UnitRecord | Failure) -> None:
+        """Note that a worker is idle or lost; what it has not answered waits again, or is given up."""
+        is_lost = isinstance(end, Failure) and end.is_lost
+        if name in self.workers:
+            self.workers[name].is_lost = is_lost
+        if (unit := self.running.pop(name, None)) is None:
+            return
+        self.workers[name].end_unit(unit, end)
+        left = [index for index in unit.requests if self.results[index] is None]
+        failed_on = (*unit.failed_on, name)
+        if len(failed_on) < MAX_ATTEMPTS:
+            size = max(1, len(left) // SHRINKING)
+            self._failed += [Unit(left[start : start + size], failed_on) for start in range(0, len(left), size)]
+        else:
+            why = end.message if isinstance(end, Failure) else "answers are missing"
+            self.failures |= dict.fromkeys(left, f"worker {name} was lost: {why}" if is_lost else why)
+
+    def progress(self) -> Progress:
+        """Return the progress of all workers together."""
+        running = [worker.progress for worker in self.workers.values() if worker.progress is not None]
+        ended = sum(worker.done_tokens for worker in self.workers.values())
+        done = ended + sum(progress.done_tokens for progress in running)
+        waiting = [self._fresh, *(unit.requests for unit in self._failed)]
+        total = ended + sum(progress.total_tokens for progress in running)
+        total += sum(self._costs[index] for requests in waiting for index in requests)
+        memory = Counter[str]()
+        for progress in running:
+            memory.update(progress.memory_bytes)
+        num_answered = sum(result is not None for result in self.results)
+        elapsed_s = time.monotonic() - self._began
+        return Progress(done, round(max(total, done)), num_answered, len(self.results), elapsed_s, memory)
+
+    def record(self, load_s: float) -> dict[str, Any]:
+        """Return the run's record: sums and peaks over workers; plan and hardware are those of the first.
+
+        load_s: until the first worker was ready. `time_s` and `bytes` add up over workers; `wall_s` is the driver's.
+        """
+        elapsed_s = time.monotonic() - self._began
+        used = [worker for worker in self.workers.values() if worker.num_units or worker.is_lost]
+        record: dict[str, Any] = {}
+        for worker in used:
+            if worker.record:
+                record = add_blocks(record, worker.record) if record else dict(worker.record)
+        figures = throughput((result.cost for result in self.results if result is not None), elapsed_s)
+        if len(used) > 1:  # of units on machines that work side by side no sum is a prediction
+            record |= {"predicted_latency_s": None, "predicted": None}
+        num_served = sum(result is not None and result.error is None for result in self.results)
+        return {
+            **record,
+            **figures,
+            "workload": {"num_requests": len(self.results), "num_unique": num_served, **figures["workload"]},
+            "wall_s": {"load": load_s, "generate": elapsed_s},
+            "workers": [worker.as_json() for worker in used],
+        }
 
 
 class ClusterEngine:
@@ -143,7 +232,6 @@ class ClusterEngine:
         self._model, self._workers = model, workers
         self._began = time.monotonic()
         self._ready: dict[str, WorkerIdentity] = {}
-        self._busy: set[str] = set()
         self._failures: dict[str, Failure] = {}
         self._told = False
         config = model.config
@@ -155,7 +243,6 @@ class ClusterEngine:
             self._tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
             while not self._ready:
                 self._step()
-                self._require_hope()
         except BaseException:
             workers.close()
             raise
@@ -176,49 +263,46 @@ class ClusterEngine:
 
         Raises `WorkerError` when all that can be answered is, if the rest failed on several workers.
         """
-        run = _Run(requests, on_result)
+        run = ClusterRun(requests, on_result)
         for name, identity in self._ready.items():
             run.join(name, identity)
         try:
-            while run.dispatcher.open:
+            while not run.is_over:
                 if should_stop is not None and should_stop():
                     raise Interrupted("interrupted; what the workers have finished is kept")
                 self._step(run)
                 report(event := run.progress())
                 if progress is not None:
                     progress(event)
-                self._require_hope()
-        finally:  # the next run finds the workers idle
-            run.is_over, end = True, time.monotonic() + _STOP_S
-            while self._busy and time.monotonic() < end:
-                self._step(run)
-        self.last_run = run_record(run.workers.values(), run.results, self._load_s, run.elapsed_s)
-        if failures := run.dispatcher.failures:
+        finally:
+            for name in run.running:
+                self._workers.cancel(name)
+        self.last_run = run.record(self._load_s)
+        if run.failures:
             raise WorkerError(
-                f"{len(failures)} of {len(requests)} requests failed on several workers, the others are answered: "
-                f"{_joined(failures.values())}"
+                f"{len(run.failures)} of {len(requests)} requests failed on several workers, the others are answered: "
+                f"{_joined(run.failures.values())}"
             )
         return [result for result in run.results if result is not None]
 
-    def _step(self, run: _Run | None = None) -> None:
-        """Hand out work, and take what comes within a moment."""
-        for name in self._workers.listening():
-            unit: Sequence[GenerationRequest] = ()
-            if run is not None and not run.is_over and name in self._ready and name not in self._busy:
-                unit = run.next_unit(name, self._workers.count())
-                self._busy |= {name} if unit else set()
-            self._workers.send(name, run is not None and run.wants(name), unit)
+    def _step(self, run: ClusterRun | None = None) -> None:
+        """Hand out work, and take what comes within a moment. Raises if no worker is there and none will come."""
+        if run is not None:
+            for name in self._workers.idle():
+                if name in self._ready and (unit := run.next_unit(name, self._workers.count())):
+                    self._workers.call(name, unit)
         for name, news in self._workers.poll(_POLL_S):
             for key, item in news.items():
                 self._receive(name, key, item, run)
+        if not self._ready:
+            self._require_hope()
 
-    def _receive(self, name: str, key: Any, item: Any, run: _Run | None) -> None:
+    def _receive(self, name: str, key: Any, item: Any, run: ClusterRun | None) -> None:
         match item:
             case Message():
                 report(Message(f"{name}: {item.text}", item.is_warning))
-            case ProgressPhase():
-                if not self._ready:
-                    report(item)
+            case ProgressPhase() if not self._ready:
+                report(item)
             case WorkerIdentity():
                 if (why := self._difference(item)) is not None:
                     self._refuse(name, Failure(why, UsageError.exit_code))
@@ -226,21 +310,17 @@ class ClusterEngine:
                 self._admit(name, item)
                 if run is not None:
                     run.join(name, item)
-            case GenerationResult() | Progress():
-                if run is not None:
-                    run.receive(name, key, item)
+            case GenerationResult() | Progress() if run is not None:
+                run.receive(name, key, item)
+            case Failure() if not item.is_lost and name not in self._ready:
+                self._refuse(name, item)
             case UnitRecord() | Failure():
-                self._busy.discard(name)
-                is_lost = isinstance(item, Failure) and item.is_lost
                 if isinstance(item, Failure):
                     self._failures[name] = item
-                    if not is_lost and name not in self._ready:
-                        self._refuse(name, item)
-                        return
-                    what = "is lost" if is_lost else "failed"
+                    what = "is lost" if item.is_lost else "failed"
                     report(Message(f"worker {name} {what}: {item.message}; its work is given to others"))
-                if is_lost:
-                    self._ready.pop(name, None)
+                    if item.is_lost:
+                        self._ready.pop(name, None)
                 if run is not None:
                     run.end_unit(name, item)
 
@@ -280,9 +360,7 @@ class ClusterEngine:
         report(Message(f"worker {name} is not used: {failure.message}"))
 
     def _require_hope(self) -> None:
-        """Raise if no worker is there and none will come; tell the user what a long wait is for."""
-        if self._ready:
-            return
+        """Raise if no worker will come; tell the user what a long wait is for."""
         if not self._workers.may_serve():
             failures = self._failures.values()
             is_refused = {failure.exit_code for failure in failures} == {UsageError.exit_code}
@@ -293,73 +371,6 @@ class ClusterEngine:
         if is_long and not self._told and (waiting := self._workers.waiting_for()):
             self._told = True
             report(Message(waiting))
-
-
-class _Run:
-    """One call of `ClusterEngine.run`."""
-
-    def __init__(self, requests: Sequence[GenerationRequest], on_result: OnResult | None) -> None:
-        self._requests, self._on_result = requests, on_result
-        self._began = time.monotonic()
-        self.results: list[GenerationResult | None] = [None] * len(requests)
-        self.dispatcher = Dispatcher(requests)
-        self.workers: dict[str, WorkerRecord] = {}
-        self.is_over = False
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def join(self, name: str, identity: WorkerIdentity) -> None:
-        self.workers[name] = WorkerRecord(name, identity)
-        self.dispatcher.join(name)
-
-    def wants(self, name: str) -> bool:
-        return not self.is_over and not self.dispatcher.is_needless(name)
-
-    def next_unit(self, name: str, num_workers: int) -> Sequence[GenerationRequest]:
-        unit = self.dispatcher.next_unit(name, self.elapsed_s, num_workers)
-        return [self._requests[index] for index in unit.requests] if unit is not None else ()
-
-    def receive(self, name: str, key: Any, item: GenerationResult | Progress) -> None:
-        if (unit := self.dispatcher.units.get(name)) is None:
-            return  # of a unit of an earlier run
-        if isinstance(item, Progress):
-            self.workers[name].progress = item
-            return
-        unit.num_reported += 1
-        if (index := unit.requests[key]) in self.dispatcher.open:
-            self.dispatcher.open.remove(index)
-            self.results[index] = item
-            self.workers[name].costs.append(item.cost)
-            if self._on_result is not None:
-                self._on_result(index, item)
-
-    def end_unit(self, name: str, end: UnitRecord | Failure) -> None:
-        dispatcher, now = self.dispatcher, self.elapsed_s
-        if isinstance(end, Failure) and end.is_lost:
-            if name in self.workers:
-                self.workers[name].lose()
-            dispatcher.leave(name, now, f"worker {name} was lost: {end.message}")
-        elif name in dispatcher.units:
-            record = end.record if isinstance(end, UnitRecord) else {}
-            self.workers[name].end_unit(record)
-            if record:
-                dispatcher.finish(name, now, _block(record))
-            else:
-                dispatcher.fail(name, now, end.message if isinstance(end, Failure) else "it was stopped")
-
-    def progress(self) -> Progress:
-        waiting, total = self.dispatcher.waiting_cost, len(self._requests)
-        num_answered = total - len(self.dispatcher.open) - len(self.dispatcher.failures)
-        return total_progress(self.workers.values(), waiting, num_answered, total, self.elapsed_s)
-
-
-def _block(record: Mapping[str, Any]) -> int:
-    """Return how many sequences a worker's searched plan computes at once; fewer would not stream weights faster."""
-    policy = record.get("policy")
-    batches = policy.get("num_gpu_batches") if isinstance(policy, dict) else None
-    return int(policy["gpu_batch_size"] * batches) if isinstance(policy, dict) and batches else 1
 
 
 def _joined(reasons: Iterable[str]) -> str:

@@ -16,15 +16,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm import __version__
-from flexgen_helm.distributed.messages import Failure, ModelToLoad, Report
-from flexgen_helm.distributed.worker import Worker
+from flexgen_helm.distributed.worker import Failure, ModelToLoad, Report, Worker
 from flexgen_helm.errors import UsageError
 from flexgen_helm.request import GenerationRequest
 
@@ -39,10 +39,11 @@ _OBJECT_STORE_BYTES = 128 << 20
 _SOCKET, _MOST_SOCKET_BYTES = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
 # Seconds between two looks for machines that joined.
 _LOOK_EVERY_S = 5.0
-# How often a worker is started in one place: one that dies again and again is not a coincidence.
+# How often a worker is started in one slot: one that dies again and again is not a coincidence.
 _MAX_STARTS = 3
-# Seconds without a report after which a worker counts as lost. Its thread that reports never computes.
-_SILENCE_S = 180.0
+# Seconds without a report after which a worker counts as lost: its thread that reports never computes. And without
+# news in its reports: an engine that computes says so several times a second, one that loads every few seconds.
+_SILENCE_S, _STUCK_S = 180.0, 1800.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RayOptions:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSlot:
     """Where one worker is started.
 
     share: of the machine's memory and disk.
@@ -95,7 +96,7 @@ class Place:
         return f"{self.host}/{self.number}"
 
 
-def places(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None) -> list[Place]:
+def worker_slots(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None) -> list[WorkerSlot]:
     """Return where workers can be, from what `ray.nodes()` says.
 
     on_gpus: one for each GPU; else one for each machine, or for every `cores` of its cores.
@@ -108,12 +109,12 @@ def places(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None)
             continue
         if on_gpus:
             count = gpus
-            own_cores = cores or (node_cores // gpus if gpus else 0)
+            worker_cores = cores or (node_cores // gpus if gpus else 0)
         else:
-            own_cores = cores or node_cores
-            count = node_cores // own_cores if own_cores else 0
+            worker_cores = cores or node_cores
+            count = node_cores // worker_cores if worker_cores else 0
         found += [
-            Place(node["NodeID"], node["NodeManagerHostname"], number, own_cores, int(on_gpus), 1 / count)
+            WorkerSlot(node["NodeID"], node["NodeManagerHostname"], number, worker_cores, int(on_gpus), 1 / count)
             for number in range(count)
         ]
     return found
@@ -170,7 +171,7 @@ class RaySession:
     def _init(self) -> None:
         import ray
 
-        _use_own_generator()
+        _separate_random_generator()
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._is_ours = not ray.is_initialized()
         if not self._is_ours:
@@ -210,7 +211,7 @@ class RaySession:
         return RayWorkers(self._options, model)
 
 
-def _use_own_generator() -> None:
+def _separate_random_generator() -> None:
     """Give Ray's modules a random generator of their own.
 
     They draw names and ports from Python's global one while they connect. HELM's scenarios draw instances from it at
@@ -234,27 +235,46 @@ def _no_cluster(address: str, error: Exception) -> str:
     return f"{what} ({first_line}); start one with `ray start --head`, or take --ray local"
 
 
-@dataclass(eq=False)
-class _Actor:
-    """actor: Ray's handle. reply: of the call that is under way. sent: when, by `time.monotonic()`."""
+class RayActor:
+    """A `Worker` in a process of Ray's; `ray.cancel` stops its unit."""
 
-    place: Place
-    actor: Any
-    reply: Any = None
-    sent: float = 0.0
-    has_reported: bool = False
+    def __init__(self, *arguments: Any) -> None:
+        self._worker = Worker(*arguments)
+
+    def work(self, requests: Sequence[GenerationRequest]) -> Iterator[Report]:
+        import ray
+
+        with closing(self._worker.work(requests)) as reports:  # type: ignore[type-var]
+            for news in reports:
+                if ray.get_runtime_context().is_canceled():
+                    return
+                yield news
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a worker. reports: Ray's generator of them. heard, moved: when the last one came, and the last news."""
+
+    reports: Any
+    heard: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
 
 
 class RayWorkers:
-    """Processes that load one model. Their names say where they are; a restarted one has another name."""
+    """Processes that load one model. Their names say where they are; a restarted one has another name.
+
+    A worker that dies ends its call with a `Failure`, and another one is started in its slot, up to three times.
+    """
 
     def __init__(self, options: RayOptions, model: ModelToLoad) -> None:
         self._options, self._model = options, model
-        self._actors: dict[str, _Actor] = {}
+        self._actors: dict[str, tuple[WorkerSlot, Any]] = {}
+        self._calls: dict[str, _Call] = {}
+        self._begun: set[str] = set()  # workers that have reported once
         self._starts: Counter[tuple[str, int]] = Counter()
         self._look_at = 0.0
         self._on_gpus = model.config.device == "cuda"
-        if options.workers is None and not self._places():
+        if options.workers is None and not self._slots():
             what = "GPU" if self._on_gpus else f"machine with {options.cores or 1} cores for us"
             raise UsageError(
                 f"the Ray cluster has no {what}; `ray status` shows what it has, and --ray-workers 1 waits for one"
@@ -268,52 +288,65 @@ class RayWorkers:
 
         if time.monotonic() >= self._look_at:
             self._fill()
-        names = {state.reply: name for name, state in self._actors.items() if state.reply is not None}
+        names = {call.reports: name for name, call in self._calls.items()}
         if not names:
             time.sleep(timeout_s)
             return []
         ready, _ = ray.wait(list(names), num_returns=1, timeout=timeout_s)
         if ready:  # else it would return one of several
             ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
-        reports = [(names[reply], self._receive(names[reply])) for reply in ready]
-        late = time.monotonic() - _SILENCE_S
-        for name, state in list(self._actors.items()):
-            if state.reply and state.has_reported and state.sent < late:  # one that has not begun is Ray's to wait for
-                reports.append((name, self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s")))
-        return reports
+        found = [(names[reports], self._receive(names[reports])) for reports in ready]
+        now = time.monotonic()
+        for name, call in list(self._calls.items()):
+            if name in self._begun and now - call.heard > _SILENCE_S:  # one that has not begun is Ray's to wait for
+                found.append((name, self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s")))
+            elif name in self._begun and now - call.moved > _STUCK_S:
+                found.append((name, self._lose(name, f"it has made no progress for {_STUCK_S:.0f} s")))
+        return found
 
     def _receive(self, name: str) -> Report:
         import ray
 
-        state = self._actors[name]
-        reply, state.reply = state.reply, None
+        call = self._calls[name]
         try:
-            report: Report = ray.get(reply)
+            news: Report = ray.get(next(call.reports))
+        except StopIteration:
+            del self._calls[name]
+            return {}
         except ray.exceptions.RayError as error:
-            return self._lose(name, _explain(error, state.place.host))
-        state.has_reported = True
-        return report
+            return self._lose(name, _explain(error, self._actors[name][0].host))
+        self._begun.add(name)
+        call.heard = time.monotonic()
+        call.moved = call.heard if news else call.moved
+        return news
 
     def _lose(self, name: str, why: str) -> Report:
         import ray
 
-        ray.kill(self._actors.pop(name).actor)
+        ray.kill(self._actors.pop(name)[1])
+        self._calls.pop(name, None)
         self._look_at = 0.0
-        return {"end": Failure(why, is_lost=True)}
+        return {Failure: Failure(why, is_lost=True)}
 
-    def listening(self) -> list[str]:
-        """Return the workers whose last call has been answered by a report; until then they get no other."""
-        return sorted(name for name, state in self._actors.items() if state.reply is None)
+    def idle(self) -> list[str]:
+        """Return the workers that can be called."""
+        return sorted(self._actors.keys() - self._calls.keys())
 
-    def send(self, worker: str, is_wanted: bool, requests: Sequence[GenerationRequest]) -> None:
-        """Call `Worker.exchange`; its report comes with `poll`."""
-        state = self._actors[worker]
-        state.reply, state.sent = state.actor.exchange.remote(is_wanted, requests), time.monotonic()
+    def call(self, worker: str, requests: Sequence[GenerationRequest]) -> None:
+        """Call `Worker.work` of an idle worker; its reports come with `poll`."""
+        self._calls[worker] = _Call(self._actors[worker][1].work.remote(requests))
+
+    def cancel(self, worker: str) -> None:
+        """Stop what a worker computes; nothing more of it is reported, and the next call waits for its end."""
+        import ray
+
+        if (call := self._calls.pop(worker, None)) is not None:
+            ray.cancel(call.reports)
 
     def drop(self, worker: str) -> None:
-        """End a worker that cannot be used, and start none in its place."""
-        place = self._actors[worker].place
-        self._starts[place.node, place.number] = _MAX_STARTS
+        """End a worker that cannot be used, and start none in its slot."""
+        slot = self._actors[worker][0]
+        self._starts[slot.node, slot.number] = _MAX_STARTS
         self._lose(worker, "")
 
     def count(self) -> int:
@@ -326,7 +359,7 @@ class RayWorkers:
 
     def waiting_for(self) -> str:
         """Return what the cluster lacks for more workers; empty if nothing is known."""
-        if waiting := sum(not state.has_reported for state in self._actors.values()):
+        if waiting := len(self._actors.keys() - self._begun):
             return f"{waiting} of {len(self._actors)} workers wait for Ray, which may be using their cores or GPUs"
         return "workers wait for machines that join the Ray cluster" if not self._actors else ""
 
@@ -334,47 +367,45 @@ class RayWorkers:
         """End all workers."""
         import ray
 
-        for state in self._actors.values():
-            ray.kill(state.actor)
+        for _, actor in self._actors.values():
+            ray.kill(actor)
         self._actors.clear()
         self._request_machines(0)
 
-    # Places
+    # Slots
 
-    def _places(self) -> list[Place]:
+    def _slots(self) -> list[WorkerSlot]:
         import ray
 
-        return places(ray.nodes(), self._on_gpus, self._options.cores)
+        return worker_slots(ray.nodes(), self._on_gpus, self._options.cores)
 
-    def _vacant(self) -> list[Place]:
-        taken = {(state.place.node, state.place.number) for state in self._actors.values()}
+    def _vacant(self) -> list[WorkerSlot]:
+        taken = {(slot.node, slot.number) for slot, _ in self._actors.values()}
         free = [
-            place
-            for place in self._places()
-            if (key := (place.node, place.number)) not in taken and self._starts[key] < _MAX_STARTS
+            slot
+            for slot in self._slots()
+            if (key := (slot.node, slot.number)) not in taken and self._starts[key] < _MAX_STARTS
         ]
         most = len(free) if self._options.workers is None else self._options.workers - len(self._actors)
         return free[: max(0, most)]
 
     def _fill(self) -> None:
-        """Start a worker in every place without one."""
+        """Start a worker in every slot without one, and have it load the model."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self._look_at = time.monotonic() + _LOOK_EVERY_S
-        for place in self._vacant():
-            self._starts[place.node, place.number] += 1
-            starts = self._starts[place.node, place.number]
-            actor = (
-                ray.remote(Worker)
-                .options(
-                    num_cpus=place.cores,
-                    num_gpus=place.gpus,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False),
-                )
-                .remote(self._model, place.share, place.cores)
+        for slot in self._vacant():
+            self._starts[slot.node, slot.number] += 1
+            starts = self._starts[slot.node, slot.number]
+            name = slot.name if starts == 1 else f"{slot.name}, start {starts}"
+            actor = ray.remote(RayActor).options(
+                num_cpus=slot.cores,
+                num_gpus=slot.gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
             )
-            self._actors[place.name if starts == 1 else f"{place.name}, start {starts}"] = _Actor(place, actor)
+            self._actors[name] = slot, actor.remote(self._model, slot.share, slot.cores)
+            self.call(name, ())
 
     def _request_machines(self, count: int) -> None:
         """Ask Ray's autoscaler, if it has one, for room for so many workers; 0 takes the wish back."""
@@ -382,7 +413,7 @@ class RayWorkers:
             return
         from ray.autoscaler.sdk import request_resources
 
-        cores = self._options.cores or max((place.cores for place in self._places()), default=1)
+        cores = self._options.cores or max((slot.cores for slot in self._slots()), default=1)
         bundle = {"CPU": cores, **({"GPU": 1} if self._on_gpus else {})}
         request_resources(bundles=[bundle] * count)
 

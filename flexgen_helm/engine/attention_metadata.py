@@ -31,6 +31,7 @@ from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import (
     DecodePart,
     PrefixPart,
+    Queries,
     decode_parts,
     prefix_parts,
     query_chunks,
@@ -102,7 +103,7 @@ class PromptAttention:
         if fmt is None or not num_quantized:
             return attention.attend_causal(q, k, v, config, window, start)
         # Every token sees the older ones quantized, as it would in a cache.
-        chunks = query_chunks(q.shape[0], start, window, fmt, q.device, mask_dtype(q.device, q.dtype))
+        chunks = query_chunks(q, start, window, fmt)
         older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
             return attention.attend_top_k(q, older, (k, v), config, chunks)
@@ -111,7 +112,7 @@ class PromptAttention:
 
 @dataclass(frozen=True, eq=False)
 class DecodeAttention:
-    """The sequences of one cache block, one token each, over their own caches.
+    """The sequences of one cache block, which compute one token over their own caches.
 
     tokens: of the batch.
     on_host: the host computes attention.
@@ -143,16 +144,16 @@ class DecodeAttention:
             q, k, v = joined.split(heads, 1)
             at = replace(at, config=at.config.on_host)
         cache.append(self.block, at.layer, self.new, k, v)
-        first, *others = self.parts
+        first, *more = self.parts
         if self.table is not None:
             segments = self.table.at_caches(*cache.read(self.block, at.layer, first))
             out, lse = _attend_segments(at, q.float().contiguous(), segments, before)
             out = out.to(q.dtype)
         else:
             out, lse = self._attend(first, at, q)
-        for part in others:
-            own = part.sequences
-            out[own], lse[own] = merge_partial((out[own], lse[own]), self._attend(part, at, q))
+        for part in more:
+            rows = part.sequences
+            out[rows], lse[rows] = merge_partial((out[rows], lse[rows]), self._attend(part, at, q))
         cache.done(self.block, at.layer)
         return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
 
@@ -217,31 +218,24 @@ class AttentionMetadata:
     decodes: tuple[DecodeAttention, ...]
     prefixes: tuple[PrefixAttention, ...]
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D].
-
-        sinks: [Hq], logits that take a share of each head's softmax and have no value.
-        """
-        if (fused := self._attend_compiled(at, q, k, v)) is not None:
-            out, lse = fused
-            return out if sinks is None else _with_sinks(out, lse, sinks)
-        own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
-        if len(own) == 1:
-            out, lse = own[0].attend(at, q, k, v)
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp [T, Hq]."""
+        if (compiled := self._attend_compiled(at, q, k, v)) is not None:
+            return compiled
+        segments: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
+        if len(segments) == 1:
+            out, lse = segments[0].attend(at, q, k, v)
         else:
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-            for segment in own:
+            for segment in segments:
                 tokens = segment.tokens
-                part_out, part_lse = segment.attend(at, q[tokens], k[tokens], v[tokens])
-                out[tokens] = part_out
-                if self.prefixes or sinks is not None:
-                    lse[tokens] = part_lse
+                out[tokens], lse[tokens] = segment.attend(at, q[tokens], k[tokens], v[tokens])
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
             for part in prefix.attend(at, q[prefix.tokens]):
                 joined = merge_partial(joined, part)
             out[prefix.tokens], lse[prefix.tokens] = joined
-        return out if sinks is None else _with_sinks(out, lse, sinks)
+        return out, lse
 
     def _attend_compiled(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
         """Attend over all segments in compiled loops; None where only the segments one by one can be.
@@ -257,44 +251,44 @@ class AttentionMetadata:
         if self.prompts or self.prefixes:
             for prompt in self.prompts:  # a prefix is read in the batch that computes it
                 prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-            shared = [cache.read_prefix(*own.prefix.seat, at.layer, *own.parts) for own in self.prefixes]
-            attended = _attend_segments(at, q, self._segments.at(shared, (k, v) if self.prompts else None))
+            read = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
+            attended = _attend_segments(at, q, self._segments.at(read, (k, v) if self.prompts else None))
             for prefix in self.prefixes:
                 cache.done(prefix.prefix.seat[0], at.layer)
         if attended is None and len(self.decodes) == 1:
             return self.decodes[0].attend(at, q, k, v)
         out, lse = attended or (empty(q.shape), empty(q.shape[:2]))
-        for own in self.decodes:
-            tokens = own.tokens
-            own.attend(at, q[tokens], k[tokens], v[tokens], (out[tokens], lse[tokens]))
+        for decoding in self.decodes:
+            tokens = decoding.tokens
+            decoding.attend(at, q[tokens], k[tokens], v[tokens], (out[tokens], lse[tokens]))
         return out, lse
 
     @cached_property
     def _segments(self) -> SegmentTable:
         """What prompts see, and decoding tokens of shared prefixes."""
-        numbers = {own.prefix: number for number, own in enumerate(self.prefixes)}
+        numbers = {shared.prefix: number for number, shared in enumerate(self.prefixes)}
         groups = [
-            TokenGroup(own.tokens.start, own.tokens.stop - own.tokens.start,
-                       [numbers[prefix] for prefix in own.sequence.prefixes])
-            for own in self.prompts
+            TokenGroup(prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start,
+                       [numbers[prefix] for prefix in prompt.sequence.prefixes])
+            for prompt in self.prompts
         ]  # fmt: skip
-        for own in self.decodes:
-            first = own.tokens.start
-            for prefixes, sequences in groupby(own.block.sequences, lambda sequence: sequence.prefixes):
+        for decoding in self.decodes:
+            first = decoding.tokens.start
+            for prefixes, sequences in groupby(decoding.block.sequences, lambda sequence: sequence.prefixes):
                 count = len(list(sequences))
                 if prefixes:
                     groups.append(TokenGroup(first, count, [numbers[prefix] for prefix in prefixes], is_prompt=False))
                 first += count
-        shared = [(own.prefix.prompt_len, own.prefix.start) for own in self.prefixes]
-        return SegmentTable.of(groups, self.positions.on_host.numpy(), shared)
+        lengths = [(shared.prefix.prompt_len, shared.prefix.start) for shared in self.prefixes]
+        return SegmentTable.of(groups, self.positions.on_host.numpy(), lengths)
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
         """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
-        for own in self.prompts:
-            sequence = own.sequence
+        for prompt in self.prompts:
+            sequence = prompt.sequence
             before = cache.state_behind(*sequence.prefixes[-1].seat, layer) if sequence.prefixes else None
             keep = partial(cache.write_state, *sequence.seat, layer) if sequence.needs_cache else _forget
-            yield StateGroup(own.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX)
+            yield StateGroup(prompt.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX)
         for decoding in self.decodes:
             states = cache.read_states(decoding.block, layer)
             yield StateGroup(decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer))
@@ -309,28 +303,27 @@ class AttentionMetadata:
     @property
     def caches_on_device(self) -> bool:
         """Whether the caches that decoding tokens go to are on the compute device, which stores them at once."""
-        return all(own.block.tier == "gpu" for own in self.decodes)
+        return all(decoding.block.tier == "gpu" for decoding in self.decodes)
 
     @property
     def longest_prompt(self) -> int:
-        return max((own.tokens.stop - own.tokens.start for own in self.prompts), default=0)
+        return max((prompt.tokens.stop - prompt.tokens.start for prompt in self.prompts), default=0)
 
     @property
     def cached_positions(self) -> int:
         """Positions of their own caches that tokens attend to, summed over the tokens."""
-        longest = [max(sequence.num_computed for sequence in own.block.sequences) + 1 for own in self.decodes]
-        return sum((own.tokens.stop - own.tokens.start) * length for own, length in zip(self.decodes, longest))
+        return sum(len(decoding.block.sequences) * decoding.block.longest for decoding in self.decodes)
 
     @property
     def largest_prefix(self) -> tuple[int, int]:
         """Of the largest segment that several sequences attend to: its tokens here, and its positions."""
-        sizes = [(len(own.positions), own.prefix.prompt_len) for own in self.prefixes]
+        sizes = [(len(shared.positions), shared.prefix.prompt_len) for shared in self.prefixes]
         return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
     def blocks(self) -> Iterator[CacheBlock]:
         """Yield the cache blocks that the batch attends to."""
-        for own in self.decodes:
-            yield own.block
+        for decoding in self.decodes:
+            yield decoding.block
         for prefix in self.prefixes:
             yield prefix.prefix.seat[0]
 
@@ -355,15 +348,13 @@ class LayerAttention(Attend):
     ) -> Tensor:
         if self.copies:
             k, v = k.clone(), v.clone()
-        return self.metadata.attend(self if config is None else replace(self, config=config), q, k, v, sinks)
+        out, lse = self.metadata.attend(self if config is None else replace(self, config=config), q, k, v)
+        if sinks is not None:  # [Hq], logits that take a share of each head's softmax and have no value
+            out = out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
+        return out
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Give sinks [Hq] their share of each head's softmax; out [T, Hq, D], lse [T, Hq]."""
-    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
 
 
 def _forget(states: Tensor) -> None:
@@ -406,29 +397,30 @@ def build_attention_metadata(
     (host_ids, ids), (host_at, at) = next(pairs), next(pairs)
 
     decodes = []
-    for (block, first), own_lists in zip(blocks.items(), appended):
-        on_host, on_device = zip(*islice(pairs, len(own_lists)))
+    for (block, first), new_lists in zip(blocks.items(), appended):
+        on_host, on_device = zip(*islice(pairs, len(new_lists)))
         host_attends = cache.attends_on_host(block)
-        own = (on_host if host_attends else on_device)[1]
+        cached = (on_host if host_attends else on_device)[1]
         tokens = slice(first, first + len(block.sequences))
         new = new_tokens(block, cache.codec, on_host, on_device)
-        starts = (host_at if host_attends else at)[tokens] - own if has_chunks else 0
+        starts = (host_at if host_attends else at)[tokens] - cached if has_chunks else 0
         table = None
-        if cache.codec.cache_format is None and can_attend_caches(own.device, dtype):
+        if cache.codec.cache_format is None and can_attend_caches(cached.device, dtype):
             begins, follows = zip(*((sequence.start, bool(sequence.prefixes)) for sequence in block.sequences))
             table = SegmentTable.of_caches(positions[tokens], begins, follows)
             seen: tuple[DecodePart, ...] = (whole_part(block),)
         else:
-            seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
-        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen, table))
+            queries = Queries(cached, starts, mask_dtype(cached.device, dtype))
+            seen = decode_parts(block, queries, kinds, cache.codec)
+        decodes.append(DecodeAttention(tokens, block, host_attends, cached, new, seen, table))
 
     prefixes = []
-    for (prefix, index), own_positions in zip(users.items(), in_prefixes):
-        (own_on_host, own), (_, tokens_on_device) = next(pairs), next(pairs)
+    for (prefix, index), seen_at in zip(users.items(), in_prefixes):
+        (seen_on_host, seen_on_device), (_, tokens_on_device) = next(pairs), next(pairs)
         adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
         where = slice(index[0], index[-1] + 1) if adjacent else tokens_on_device
-        parts = prefix_parts(prefix.start, prefix.prompt_len, own_positions, cache.codec)
-        prefixes.append(PrefixAttention(prefix, where, own, own_on_host, parts))
+        parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at, cache.codec)
+        prefixes.append(PrefixAttention(prefix, where, seen_on_device, seen_on_host, parts))
 
     rows = TableRows(ids, host_ids), TableRows(at, host_at)
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))

@@ -15,7 +15,6 @@ from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.process_state import HALVES, Rank, switched_off
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
 from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
@@ -43,11 +42,6 @@ def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) ->
             )
         device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
-
-
-def simulated_disk(gb_s: tuple[float, float] | None) -> DiskRates | None:
-    """Return the rates of a disk that reads and writes so many GB/s; None for the machine's own disk."""
-    return None if gb_s is None else DiskRates(*map(RateLimit, gb_s))
 
 
 def compute_device(name: str) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.engine import Engine
+from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.proof import difference, reference, requests, scratch
 from flexgen_helm.hardware.process_state import (
     ATTENTION,
@@ -36,7 +37,7 @@ from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch, q
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
-_RESIDENT, _HOST, _ALL_TIERS = Policy(3, 2, 1, 0, 1, 0, 1, 0), Policy(3, 2), Policy(3, 2, *(0.3,) * 6)
+_RESIDENT, _ALL_TIERS = Policy(3, 2, 1, 0, 1, 0, 1, 0), Policy(3, 2, *(0.3,) * 6)
 # Bounds of log-probabilities in float32 and in 16 bits, and of products relative to the largest value.
 _EXACT, _ROUGH = 1e-3, 0.1
 _RELATIVE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -48,7 +49,7 @@ class _DifferenceError(Exception):
 
 
 class _Steps:
-    """What a child compares on its device: a small model, kernels, and copies. Steps are yielded as they end."""
+    """What a child compares on its device: a small model, kernels, and copies."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,10 +64,10 @@ class _Steps:
         self._random = torch.Generator().manual_seed(0)
         torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device)).cpu()  # loads libraries
 
-    def plain(self) -> Iterator[None]:
-        yield from self._run(_ALL_TIERS)
+    def plain(self) -> None:
+        self._run(_ALL_TIERS)
 
-    def attention(self) -> Iterator[None]:
+    def attention(self) -> None:
         """Segments with and without a mask, one query and many; groups of heads in the model."""
         config = AttentionConfig(0.125)
         for dtype in self._dtypes():
@@ -84,10 +85,9 @@ class _Steps:
                 expected = attend_unfused(q.float(), k.float(), v.float(), config, is_causal, exact)
                 for value, known in zip(found, expected):
                     _require_close("attention", value, known, dtype)
-            yield
-        yield from self._run(_RESIDENT)
+        self._run(_RESIDENT)
 
-    def registered(self) -> Iterator[None]:
+    def registered(self) -> None:
         engine = CudaCopyEngine(self.device)
         values = torch.randint(256, (_COPIED,), dtype=torch.uint8, generator=self._random)
         sent, back = engine.host_memory(_COPIED).copy_(values), engine.host_memory(_COPIED).zero_()
@@ -96,9 +96,8 @@ class _Steps:
         engine.to_host(arrived, back)
         _require_equal("what arrives in it", back, values)
         engine.close()
-        yield from self._run(_HOST)
 
-    def copies(self) -> Iterator[None]:
+    def copies(self) -> None:
         """Copies of two threads beside products, in both directions."""
         engine, factor = CudaCopyEngine(self.device), self._drawn(1024, 1024)
         with ThreadPoolExecutor(2) as pool:
@@ -113,14 +112,13 @@ class _Steps:
                     _require_equal("what arrives", future.result().cpu(), block)
                 found = back.result().clone()
                 _require_equal("what is stored", found, product.cpu())
-                yield
         engine.close()
-        yield from self._run(_ALL_TIERS)
+        self._run(_ALL_TIERS)
 
-    def graphs(self) -> Iterator[None]:
-        yield from self._run(_RESIDENT)
+    def graphs(self) -> None:
+        self._run(_RESIDENT)
 
-    def triton(self) -> Iterator[None]:
+    def triton(self) -> None:
         """Dequantized matrices, bit by bit, and products by one row, by a tile, and by several."""
         rows, width = 192, 2048
         matrix = self._drawn(rows, width).cpu()
@@ -131,7 +129,6 @@ class _Steps:
                 found, expected = (torch.empty(rows, width, dtype=dtype, device=self.device) for _ in range(2))
                 dequantize_with_torch(packed, fmt, expected)
                 _require_equal("a dequantized matrix", dequantize_into(packed, fmt, found), expected)
-                yield
                 exact = dequantize_with_torch(packed, fmt, torch.empty(rows, width, device=self.device))
                 for tokens in (1, 16, 64):
                     x = self._drawn(tokens, width).to(dtype)
@@ -140,18 +137,16 @@ class _Steps:
                         raise _DifferenceError(switched_off[TRITON])
                     if y is not None:
                         _require_close("a product", y, x.float() @ exact.t() + bias.to(dtype).float(), dtype)
-                    yield
 
-    def halves(self) -> Iterator[None]:
+    def halves(self) -> None:
         """Products of all sizes of an evaluation, sums of one sign included, and a model in 16 bits."""
         for dtype in self._dtypes()[:-1]:
             for rows, width in ((1, 512), (16, 8192), (300, 1024)):
                 x, weight = self._drawn(rows, width).abs().to(dtype), self._drawn(256, width).abs().to(dtype)
                 found = torch.nn.functional.linear(x, weight)
                 _require_close("a product", found, x.float() @ weight.float().t(), dtype)
-            yield
         for policy in (_RESIDENT, _ALL_TIERS):
-            yield from self._run(policy, _ROUGH)
+            self._run(policy, _ROUGH)
 
     def _dtypes(self) -> tuple[torch.dtype, ...]:
         """Types of products, float32 last."""
@@ -161,17 +156,17 @@ class _Steps:
     def _drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self.device)
 
-    def _run(self, policy: Policy, bound: float = _EXACT) -> Iterator[None]:
+    def _run(self, policy: Policy, bound: float = _EXACT) -> None:
         """Run the small model under a policy."""
         options = EngineConfig(policy=policy, device=str(self.device), offload_dir=self._folder / "offload")
-        checkpoint = open_checkpoint(str(self._folder))
-        found = difference(self._model, checkpoint, self._asked, Engine, options, CudaCopyEngine(self.device))
+        checkpoint, link = open_checkpoint(str(self._folder)), CudaCopyEngine(self.device)
+        opened = OpenedModel("", options, checkpoint, None, None, link.device, link)
+        found = difference(self._model, opened, self._asked, Engine)
         if not found < bound:
             raise _DifferenceError(f"differs from transformers on the host by {found:.2g} nats")
-        yield
 
 
-_STEPS: dict[str, Callable[[_Steps], Iterator[None]]] = {
+_STEPS: dict[str, Callable[[_Steps], None]] = {
     PLAIN: _Steps.plain,
     ATTENTION: _Steps.attention,
     REGISTERED: _Steps.registered,
@@ -196,18 +191,16 @@ def _require_close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtyp
 
 
 def _main(name: str, names: Sequence[str], off: Sequence[str]) -> None:
-    """Try paths in order; tell the parent of steps by '.', of a path by 'right', or what is wrong with it."""
+    """Try paths in order; tell the parent of each that it is right, or what is wrong with it."""
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else prints
     switched_off.update(dict.fromkeys((*names, *off), "not tried"))
     with scratch() as folder, exact_products():
         steps = _Steps(torch.device(name), Path(folder))
-        told.write(".\n")
         for path in names:
             switched_off.pop(path)
             try:
-                for _ in _STEPS[path](steps):
-                    told.write(".\n")
+                _STEPS[path](steps)
             except _DifferenceError as error:
                 told.write(f"wrong: {error}\n")
                 return

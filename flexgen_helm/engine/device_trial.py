@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -30,8 +28,8 @@ from flexgen_helm.hardware.process_state import FAST_PATHS, PLAIN, switch_off
 from flexgen_helm.progress import ProgressPhase, report
 
 DEVICES = "devices.json"
-# Seconds without a sign of life after which a child hangs: at its start, which imports PyTorch, and between two steps.
-START_S, STEP_S = 180, 30
+# Seconds after which a child hangs, its start and all paths included.
+TRIAL_S = 180
 # Policies are given, so any GPU's rates will do; compiled loops of the host are tried elsewhere.
 _VARIABLES = {"FLEXGEN_HELM_HARDWARE": "t4", "FLEXGEN_HELM_LOOPS": "0"}
 
@@ -101,37 +99,18 @@ def _in_child(device: torch.device, names: Sequence[str], off: Sequence[str]) ->
     """Try paths in a new process, with `off` switched off; return how many passed, and what is wrong with the next."""
     paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **_VARIABLES}
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "flexgen_helm.engine.device_steps",
-        json.dumps([str(device), list(names), list(off)]),
-    ]
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment
+    arguments = json.dumps([str(device), list(names), list(off)])
+    command = [sys.executable, "-P", "-m", "flexgen_helm.engine.device_steps", arguments]
+    try:
+        child = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=TRIAL_S, check=False
         )
-        assert child.stdout is not None
-        told = b""
-        try:
-            while select.select([child.stdout], [], [], STEP_S if told else START_S)[0]:
-                some = os.read(child.stdout.fileno(), 1 << 16)
-                if not some:
-                    code = child.wait()
-                    break
-                told += some
-            else:
-                code = None
-        finally:
-            child.kill()
-            child.communicate()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        told, code = child.stdout, child.returncode
+        said = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {code}"
+        reason = f"crashes by {signal.Signals(-code).name}" if code < 0 else f"fails: {said}"
+    except subprocess.TimeoutExpired as error:
+        told, reason = error.stdout or b"", f"hangs: no answer for {TRIAL_S} s"
     lines = told.decode().splitlines()
-    passed = lines.count("right")
     if lines and lines[-1].startswith("wrong: "):
-        return passed, lines[-1].removeprefix("wrong: ")
-    if code is None:
-        return passed, f"hangs: no answer for {STEP_S if told else START_S} s"
-    return passed, f"crashes by {signal.Signals(-code).name}" if code < 0 else f"fails: {said or f'exit code {code}'}"
+        reason = lines[-1].removeprefix("wrong: ")
+    return lines.count("right"), reason

@@ -7,6 +7,7 @@ precision  logits -> compared with what is kept of the same token
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.predictions import PromptToken
+from flexgen_helm.engine.executor import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import size
 from flexgen_helm.request import GenerationRequest
 
-# Elements of logits that are in float64 at once.
-_SLICE_ELEMENTS = 1 << 20
 _SEED = 0
 
 
@@ -31,7 +30,7 @@ class ComparedPrompts:
     """Prompts, some of whose tokens are compared.
 
     token_ids: of each prompt.
-    compared: for each prompt, the places of its tokens that are compared, from 1 on.
+    compared: for each prompt, the indices of its tokens that are compared, from 1 on.
     documents: for each prompt, what it is a part of; intervals resample them.
     """
 
@@ -60,65 +59,50 @@ class BaselineRows:
         """
         self._compared = compared
         counts = list(map(len, compared))
-        self._first = np.concatenate([[0], np.cumsum(counts)])[:-1]
+        self._first = np.cumsum([0, *counts])
         self.num_tokens = sum(counts)
         draw = np.random.default_rng(_SEED)
         self.sampled = np.sort(draw.choice(self.num_tokens, min(num_sampled, self.num_tokens), replace=False))
         self._slots = {int(number): slot for slot, number in enumerate(self.sampled)}
-        self._row = np.dtype(("<f4", (vocab_size,)))
-        _require_room(folder, self._row.itemsize * len(self.sampled))
         self.argmax = np.full(self.num_tokens, -1)
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        needed = max(1, len(self.sampled)) * vocab_size * 4
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, needed)
+        except OSError:
+            self._file.close()
+            free = size(shutil.disk_usage(folder).free)
+            raise UsageError(
+                f"the baseline's rows take {size(needed)} and {folder} has {free} free; "
+                "name another folder with --offload-dir, or score less with --max-windows"
+            ) from None
+        self.rows = np.memmap(self._file, np.float32, "r+", shape=(len(self.sampled), vocab_size))
 
     def __call__(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        for numbers, part in self.slices(tokens, logits):
-            for row, top, own in zip(part, part.argmax(-1).tolist(), numbers):
-                self.argmax[own] = top
-                for slot in self.slots(own):
-                    self._write(slot, row.cpu().numpy().tobytes())
+        for numbers, slots, row, top in self.rows_of(tokens, logits):
+            self.argmax[numbers] = top
+            if slots:
+                self.rows[slots] = row.cpu().numpy()
 
-    def slices(self, tokens: Sequence[PromptToken], logits: Tensor) -> Iterator[tuple[list[list[int]], Tensor]]:
-        """Return the numbers and the rows of the tokens that are compared, some at a time."""
-        numbers = [self._numbers(token) for token in tokens]
-        wanted = [place for place, own in enumerate(numbers) if own]
-        rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
-        for first in range(0, len(wanted), rows):
-            places = wanted[first : first + rows]
-            yield [numbers[place] for place in places], logits[places]
-
-    def _numbers(self, token: PromptToken) -> list[int]:
-        return [
-            int(self._first[place]) + self._compared[place].index(token.index)
-            for place in token.places
-            if token.index in self._compared[place]
-        ]
-
-    def slots(self, numbers: Sequence[int]) -> list[int]:
-        """Return the places in `sampled` of those tokens that it has."""
-        return [slot for number in numbers if (slot := self._slots.get(number)) is not None]
-
-    def _write(self, slot: int, row: bytes) -> None:
-        try:
-            written = os.pwrite(self._file.fileno(), row, slot * self._row.itemsize)
-        except OSError as error:
-            raise FlexgenError(f"the baseline's rows cannot be written: {error.strerror}") from error
-        if written != len(row):
-            raise FlexgenError("the baseline's rows cannot be written: the disk is full")
-
-    def read(self, slots: Sequence[int]) -> Tensor:
-        """Return whole rows of logits in float32."""
-        itemsize = self._row.itemsize
-        content = [os.pread(self._file.fileno(), itemsize, slot * itemsize) for slot in slots]
-        return torch.from_numpy(np.frombuffer(bytearray().join(content), self._row))
-
-    def close(self) -> None:
-        self._file.close()
+    def rows_of(
+        self, tokens: Sequence[PromptToken], logits: Tensor
+    ) -> Iterator[tuple[list[int], list[int], Tensor, int]]:
+        """Yield each row that is compared: numbers of its tokens, their indices in `sampled`, the row, its argmax."""
+        for token, row, top in zip(tokens, logits, logits.argmax(-1).tolist()):
+            numbers = [
+                int(self._first[prompt]) + self._compared[prompt].index(token.index)
+                for prompt in token.prompts
+                if token.index in self._compared[prompt]
+            ]
+            if numbers:
+                yield numbers, [self._slots[number] for number in numbers if number in self._slots], row, top
 
     def __enter__(self) -> BaselineRows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        del self.rows
+        self._file.close()
 
 
 class RowDivergence:
@@ -137,15 +121,15 @@ class RowDivergence:
 
     def __call__(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
         baseline = self._baseline
-        for numbers, part in baseline.slices(tokens, logits):
-            for row, top, own in zip(part, part.argmax(-1).tolist(), numbers):
-                if (baseline.argmax[own] < 0).any():
-                    raise FlexgenError("the baseline has no row of a token that is compared")
-                self.same_top[own] = baseline.argmax[own] == top
-                if slots := baseline.slots(own):
-                    whole = baseline.read(slots).to(row.device)
-                    rows = (torch.log_softmax(each.double(), -1) for each in (whole, row[None]))
-                    self.exact[slots] = kl_divergence(*rows).cpu()
+        for numbers, slots, row, top in baseline.rows_of(tokens, logits):
+            if (baseline.argmax[numbers] < 0).any():
+                raise FlexgenError("the baseline has no row of a token that is compared")
+            self.same_top[numbers] = baseline.argmax[numbers] == top
+            if slots:
+                known = torch.from_numpy(baseline.rows[slots]).to(row.device)
+                self.exact[slots] = kl_divergence(
+                    *(torch.log_softmax(logits.double(), -1) for logits in (known, row))
+                ).cpu()
 
     def require_all(self) -> None:
         """Raise `FlexgenError` if a token's row has not come, or is not finite."""
@@ -156,20 +140,10 @@ class RowDivergence:
             )
 
 
-def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
-    """Return KL(baseline ‖ other) of each row, in nats; log-probabilities [R, C] in float64 -> [R].
+def kl_divergence(baseline: Tensor, compared: Tensor) -> Tensor:
+    """Return KL(baseline ‖ compared) of each row, in nats; log-probabilities [R, C] in float64 -> [R].
 
     What has no chance in the baseline adds nothing (0 log 0 = 0).
     """
-    terms = baseline.exp() * (baseline - other)
+    terms = baseline.exp() * (baseline - compared)
     return torch.where(baseline == -torch.inf, 0.0, terms).sum(-1).clamp_min(0.0)  # rounding goes below 0
-
-
-def _require_room(folder: Path, needed: int) -> None:
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        raise UsageError(
-            f"the baseline's rows take {size(needed)} and {folder} has {size(free)} free; name another folder with "
-            "--offload-dir, or score less with --max-windows"
-        )

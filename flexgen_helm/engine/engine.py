@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,18 +25,14 @@ from flexgen_helm.engine.device import (
     dtype_reason,
     gpu_capacity,
     require_room,
-    simulated_disk,
     tier_capacities,
 )
 from flexgen_helm.engine.device_trial import require_trial
-from flexgen_helm.engine.exchange import Exchange
-from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.executor import Executor, LoadedModel, OnLogits
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
-from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
-from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
-from flexgen_helm.engine.predictions import OnLogits
+from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
 from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
@@ -51,12 +47,12 @@ from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
-from flexgen_helm.models.decoder_of import decoder_of
+from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import Span
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
@@ -65,10 +61,8 @@ from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
-from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
-from flexgen_helm.scheduling.sequence import Request
+from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare, run_size
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -77,46 +71,49 @@ _FLOAT16_ADVICE = (
 )
 
 
+_CORRUPT_ADVICE = "the checkpoint may be corrupt: check it with flexgen-helm doctor"
+
+
 class Engine:
     """A loaded model. Results do not depend on what else is in the run (tolerances: docs/explanation/exactness.md)."""
 
-    def __init__(self, model: OpenedModel, exchange: Exchange, is_proved: bool | None = None) -> None:
+    def __init__(self, model: OpenedModel, pipeline: Pipeline, is_proved: bool | None = None) -> None:
         """Place the weights, and load them.
 
-        exchange: with the ranks that have the model's other layers.
+        pipeline: the ranks that have the model's other layers.
         is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
         """
         began = time.perf_counter()
         checkpoint, options, device = model.checkpoint, model.options, model.device
         generation = model.generation
-        self._exchange, self.number = exchange, exchange.num_engines
+        self._pipeline, self.number = pipeline, pipeline.num_engines
         self.name, self.config = model.name, checkpoint.config
         self.tokenizer, self.chat = model.tokenizer, model.chat
         self.precision, self._cache_format = model.precision.name, model.precision.cache
         self.last_run: dict[str, Any] = {}
         self._options, self._device = options, device
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
-        self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._prefix_cost = prefix_cost(self.config, device.type)
-        self._processors = None
+        eos_ids = model.tokenizer.eos_ids if model.tokenizer else frozenset[int]()
+        processors = None
         if generation.applied:
-            self._processors = LogitsProcessors(generation, self._eos_ids(), self.config.vocab_size, device)
+            processors = LogitsProcessors(generation, eos_ids, self.config.vocab_size, device)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
-        capacities = tier_capacities(options.limits, folder, exchange.rank.local_size)
+        capacities = tier_capacities(options.limits, folder, pipeline.rank.local_size)
         if device.type == "cuda":
             converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
             workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self._cache_format, converts=converts)
             capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
-        self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
+        resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
 
         def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
             """Add the room on the disk that these matrices have already."""
             return {**capacities, "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None)}
 
         matrices = StorageSizes(self.config, model.precision).matrices
-        if exchange.rank.size == 1:
+        if pipeline.is_whole:
             beyond_memory = sum(matrices.values()) - capacities["gpu"] - capacities["cpu"]
             require_room(folder, beyond_memory - at_rest.num_bytes(matrices, True))
         everything = with_weights(matrices)
@@ -124,9 +121,8 @@ class Engine:
         self.placement = self._planner.place(self.name)
         limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes
         ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
-        self._tiers = TransferManager(
-            device, model.compute_tier, ledgers, model.link, folder, options.overlap, simulated_disk(options.disk_gb_s)
-        )
+        disk = None if options.disk_gb_s is None else DiskRates(*map(RateLimit, options.disk_gb_s))
+        self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk)
         if isinstance(model.link, CudaCopyEngine):
             model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
         self.ledger = ledgers[model.compute_tier]
@@ -162,6 +158,19 @@ class Engine:
             dict(checkpoint.rounded),
             {"applied": generation.applied, "ignored": generation.ignored},
         )
+        self._model = LoadedModel(
+            self.config,
+            self._decoder,
+            self._weights,
+            device,
+            pipeline,
+            eos_ids,
+            self._threads,
+            resident,
+            self._graphs,
+            processors,
+            _FLOAT16_ADVICE if checkpoint.as_float16 else _CORRUPT_ADVICE,
+        )
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._closed = False
 
@@ -190,46 +199,35 @@ class Engine:
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
         """
-        exchange = process_exchange()
-        with exact_products(), exchange.command(OpenEngine(name_or_path, config, name)):
-            return cls._open_on_all_ranks(name_or_path, config, name, exchange)
-
-    @classmethod
-    def _open_on_all_ranks(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
-    ) -> "Engine":
-        """Open this rank's part of an engine; an error of one rank is raised on all, and none keeps its part."""
-        try:
-            engine = cls._open(name_or_path, config, name, exchange)
-        except FlexgenError as error:
-            exchange.agree(error)
-            raise
-        finally:
-            exchange.num_engines += 1
-        try:
-            dtypes = exchange.agree(engine._dtype)
-            if len(set(dtypes)) > 1:
-                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
-        except FlexgenError:
-            engine._close()
-            raise
-        return engine
+        pipeline = joined_pipeline() or Pipeline()
+        engine: Engine | None = None
+        with exact_products(), pipeline.command("open", name_or_path, config, name):
+            try:  # an error of one rank is raised on all, and none keeps its part
+                engine = cls._open(name_or_path, config, name, pipeline)
+                if len(set(dtypes := pipeline.agree(engine._dtype))) > 1:
+                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
+                return engine
+            except FlexgenError as error:
+                if engine is None:
+                    pipeline.agree(error)
+                else:
+                    engine._close()
+                raise
+            finally:
+                pipeline.num_engines += 1
 
     @classmethod
     def _open(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
     ) -> "Engine":
-        model = open_model(name_or_path, config, name, exchange.rank)
+        model = open_model(name_or_path, config, name, pipeline.rank)
         is_tried = require_trial(model.device, config.unverified)
         is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified) if is_tried else False
         try:
-            return cls(model, exchange, is_proved)
+            return cls(model, pipeline, is_proved)
         except Float16Error as error:  # found while the weights were read
-            return cls(model.in_float32(error, exchange.rank), exchange, is_proved)
-
-    def _eos_ids(self) -> Collection[int]:
-        return self.tokenizer.eos_ids if self.tokenizer else frozenset()
+            return cls(model.in_float32(error, pipeline.rank), pipeline, is_proved)
 
     def share_every_beginning(self) -> None:
         """Share what prompts have in common however short it is: for comparisons, not for speed."""
@@ -265,12 +263,12 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
-            if on_logits is not None and not self._exchange.is_whole:
+            if on_logits is not None and not self._pipeline.is_whole:
                 raise UsageError(
-                    f"logits stay on the rank that has the head, and the model is on {self._exchange.rank.size} ranks; "
+                    f"logits stay on the rank that has the head, and the model is on {self._pipeline.rank.size} ranks; "
                     "take one process"
                 )
-            with exact_products(), self._exchange.command(AnswerRequests(self.number, tuple(requests))):
+            with exact_products(), self._pipeline.command("run", self.number, tuple(requests)):
                 return self._answer(requests, on_result, should_stop, progress, on_logits)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
@@ -284,7 +282,7 @@ class Engine:
 
         A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one `run`.
         """
-        return score_pairs(pairs, self.run, self.tokenizer, self.chat, self.config.max_positions, truncate)
+        return score_pairs(self, pairs, truncate)
 
     def _answer(
         self,
@@ -301,54 +299,52 @@ class Engine:
         self._tiers.reset()
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        plan, exchange = self._plan(prepared.distinct), self._exchange
+        distinct, pipeline = prepared.distinct, self._pipeline
+        size = run_size(distinct, self._prefix_cost, self._planner.searches, self._cache_format)
+        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
+        plan = pipeline.plan(partial(self._planner.plan, size, free))
+        report(PlanLine(plan.describe(len(distinct))))
+        lanes, limits = [distinct], plan.limits
+        if not pipeline.is_whole:
+            lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
+        answers = ResultCollector(len(requests), on_result, self._reporter(progress))
         with self._stores(plan) as (cache, activations):
-            executor = Executor(
-                self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
-                self._resident, on_logits, self._processors,
-            )  # fmt: skip
+            executor = Executor(self._model, cache, activations, on_logits)
             try:
-                answers = ResultCollector(len(requests), on_result, self._reporter(progress))
-                for place, error in prepared.refused.items():
-                    answers.deliver(place, GenerationResult(error=error))
-                runs = self._runs(prepared.distinct, plan, executor, cache, answers)
+                for index, error in prepared.refused.items():
+                    answers.deliver(index, GenerationResult(error=error))
+                lane_plan = replace(plan, limits=limits)
+                runs = [Run(executor, lane_plan, lane, answers, self._prefix_cost) for lane in lanes]
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
-                exchange.flush()
+                pipeline.flush()
             except BaseException as error:
-                exchange.fail(error)
+                pipeline.fail(error)
                 raise
-        placement = {
-            "weights": plan.weights,
-            "cache": _fractions(cache.placed, plan.cache),
-            "activations": _fractions(activations.placed, plan.activations),
+        seconds = time.perf_counter() - began
+        self.last_run = run_record(self.identity, plan, self._tiers, [result.cost for result in results], seconds)
+        self.last_run |= {
+            "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
+            "halvings": sum(run.halvings for run in runs),
+            "preemptions": sum(run.num_preempted for run in runs),
+            "achieved_placement": {
+                "weights": dict(plan.weights),
+                "cache": _fractions(cache.placed, plan.cache),
+                "activations": _fractions(activations.placed, plan.activations),
+            },
         }
-        self.last_run = run_record(
-            self.identity,
-            plan,
-            self._tiers,
-            [result.cost for result in results],
-            num_unique=len(prepared.distinct),
-            seconds=time.perf_counter() - began,
-            placement=placement,
-            halvings=sum(run.halvings for run in runs),
-            preemptions=sum(run.num_preempted for run in runs),
-            workspace_bytes=executor.peak_workspace_bytes,
-        )
-        self.last_run |= exchange.record(len(runs), self._rank_record())
-        if prepared.distinct:
-            self._learn(prepared.distinct, plan, runs)
+        self.last_run["workload"]["num_unique"] = len(distinct)
+        first = self._part.layers_before
+        keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
+        rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
+        self.last_run |= pipeline.record(len(runs), rank)
+        if distinct:
+            drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
+            at_once = sum(run.most_at_once for run in runs)
+            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)
+            if prediction is not None:
+                add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
         return results
-
-    @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
-        """Record when each thread computes, loads, stores and waits, in the runs meanwhile."""
-        spans: list[Span] = []
-        self._tiers.stats.spans = spans
-        try:
-            yield spans
-        finally:
-            self._tiers.stats.spans = None
 
     @contextmanager
     def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:
@@ -362,7 +358,7 @@ class Engine:
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
             cache_format=self._cache_format,
             one_layer=plan.schedule.is_single_pass,
-            names_tiers=self._exchange.is_whole,
+            names_tiers=self._pipeline.is_whole,
         )
         activations = ActivationStore(self._tiers, plan.activations)
         try:
@@ -373,36 +369,11 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
 
-    def _runs(
-        self, requests: Sequence[Request], plan: RunPlan, executor: Executor, cache: KVCache, answers: ResultCollector
-    ) -> list[Run]:
-        """Return a run for each lane of a pipeline, and one where this process has the whole model."""
-        lanes: Sequence[Sequence[Request]] = [requests]
-        limits = plan.limits
-        if not self._exchange.is_whole:
-            lanes, limits = into_lanes(requests, limits, self._exchange.rank.size, plan.schedule)
-        runs = [
-            Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids(), self._prefix_cost, own, answers)
-            for own in lanes
-        ]
-        if self._reads_bfloat16_as_float16:
-            for run in runs:
-                run.nonfinite_advice = _FLOAT16_ADVICE
-        return runs
-
-    def _learn(self, requests: Sequence[Request], plan: RunPlan, runs: Sequence[Run]) -> None:
-        """Have the planner learn from the last run, and add to its record what was predicted."""
-        drawn = drawn_workload(requests, sum(run.saved_tokens for run in runs))
-        at_once = sum(run.most_at_once for run in runs)
-        prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=self._exchange.is_whole)
-        if prediction is not None:
-            add_prediction(self.last_run, prediction, self._planner.product_flops, self._exchange.rank.size)
-
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
             if not self._closed:
-                with self._exchange.command(CloseEngine(self.number)):
+                with self._pipeline.command("close", self.number):
                     self._close()
 
     def _close(self) -> None:
@@ -410,7 +381,8 @@ class Engine:
             self._closed = True
             if self._graphs is not None:
                 self._graphs.close()
-                self._graphs = None
+            self._graphs = None
+            del self._model  # has the graphs' buffers
             self._weights.close()
             self._tiers.close()
             for ledger in self._tiers.ledgers.values():
@@ -423,27 +395,12 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _plan(self, requests: Sequence[Request]) -> RunPlan:
-        """Plan a run of distinct requests, within what all ranks have room for."""
-        size = run_size(requests, self._prefix_cost, self._planner.searches, self._cache_format)
-        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan = plan_for_all_ranks(self._exchange, partial(self._planner.plan, size, free))
-        report(PlanLine(plan.describe(len(requests))))
-        return plan
-
     def _planner_and_part(
         self, model: OpenedModel, capacities: Mapping[Tier, int], folder: Path
     ) -> tuple[Planner, ModelConfig]:
         """Return the planner, and the layers of this rank, for which it plans."""
-        options, link, exchange = model.options, model.link, self._exchange
-        profile = EngineProfile(
-            capacities,
-            folder,
-            "cpu" if link is None else "sim" if model.is_simulated else "cuda",
-            options.link_gb_s,
-            options.disk_gb_s,
-            pins_host_memory=lambda: link is None or link.pins,
-        )
+        options, pipeline = model.options, self._pipeline
+        profile = EngineProfile(capacities, folder, options, model.link)
         dtype = str(self._dtype).removeprefix("torch.")
         as_stored = None
         if model.compute_tier == "cpu" and has_amx():
@@ -451,9 +408,9 @@ class Engine:
         machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
-        asked = None if exchange.is_whole else options.pipeline_layers
-        ranges = divide_layers(self.config, exchange.rank.size, asked)
-        part = self.config.part(ranges[exchange.rank.number])
+        asked = None if pipeline.is_whole else options.pipeline_layers
+        ranges = divide_layers(self.config, pipeline.rank.size, asked)
+        part = self.config.part(ranges[pipeline.rank.number])
         planner.take_layers(part)
         return planner, part
 
@@ -479,12 +436,6 @@ class Engine:
             return LayerGraphs(decoder, self._device, self.ledger, rows)
         except torch.OutOfMemoryError:  # other programs have taken it
             return None
-
-    def _rank_record(self) -> dict[str, Any]:
-        """Return what the run's record says of this rank."""
-        first = self._part.layers_before
-        keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
-        return {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds the memory in use to a run's progress and hands it on."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -21,36 +22,160 @@ from flexgen_helm.engine.attention_metadata import (
     host_and_device,
 )
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.logits_processors import LogitsProcessors
-from flexgen_helm.engine.predictions import (
-    HeadOutput,
-    OnLogits,
-    Sampling,
-    ScoredPosition,
-    SequenceOutput,
-    num_predictions,
-    num_top,
-    predictions_of,
-)
-from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
+from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.engine.sampler import greedy_tokens, most_probable, sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import has_fused_attention
-from flexgen_helm.models.config import EMBED, HEAD, stage_names
-from flexgen_helm.models.decoder import LayerDecoder, StageWeights
+from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, stage_names
+from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
-from flexgen_helm.scheduling.sequence import Batch, SamplingParams
-from flexgen_helm.scheduling.work_items import WorkItem, stage_visits
+from flexgen_helm.request import TopLogprobs
+from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
+from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class PromptToken:
+    """A token of a prompt that a row of logits predicts.
+
+    prompts: the requests with this prompt, by index in the caller's list; several if they share it, or a beginning.
+    index: of the token in the prompt, from 1 on.
+    """
+
+    prompts: tuple[int, ...]
+    index: int
+
+
+# Is given tokens and the rows of logits that predict them, [tokens, vocabulary] in float32 on the compute device.
+OnLogits = Callable[[abc.Sequence[PromptToken], Tensor], None]
+
+
+@dataclass
+class SequenceOutput:
+    """What a pass computed for one sequence.
+
+    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
+    prompt_greedy: whether each of them is the most probable token, where that is wanted.
+    prompt_top: the most probable tokens there, where they are wanted.
+    drawn: the tokens that were drawn.
+    nonfinite_stage: the first stage after which a value was not finite; None if all were.
+    """
+
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_greedy: list[bool] = field(default_factory=list)
+    prompt_top: list[TopLogprobs] = field(default_factory=list)
+    drawn: list[DrawnToken] = field(default_factory=list)
+    nonfinite_stage: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredPosition:
+    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there.
+
+    needs_argmax: the token that is filled in is the most probable one, also beside a target.
+    num_top: the most probable tokens that are filled in.
+    sequence, index: of the target: the sequence that scores it, and its index in the prompt.
+    """
+
+    output: SequenceOutput
+    position: int
+    target: int | None
+    sampling: SamplingParams | None
+    needs_argmax: bool = False
+    num_top: int = 0
+    sequence: Sequence | None = None
+    index: int = 0
+
+    @property
+    def prompt_token(self) -> PromptToken:
+        """What a target is to those who asked for it."""
+        assert self.sequence is not None
+        return PromptToken(tuple(index for request in self.sequence.requests for index in request.indices), self.index)
+
+    def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
+        output = self.output
+        if not math.isfinite(logprob):
+            output.nonfinite_stage = output.nonfinite_stage or HEAD
+        elif output.nonfinite_stage is not None:
+            return
+        elif self.target is None:
+            output.drawn.append(DrawnToken(token, logprob, top))
+        else:
+            output.prompt_logprobs.append(logprob)
+            if self.needs_argmax:
+                output.prompt_greedy.append(token == self.target)
+            if self.num_top:
+                output.prompt_top.append(top)
+
+
+@dataclass(eq=False)
+class HeadOutput:
+    """What the head predicts for a batch.
+
+    outputs: one for each sequence of the batch.
+    predictions: those of all sequences, in order.
+    values: for each token of the batch the first layer after which a value was not finite, or -1; then of each
+        prediction the token, its log-probability, `num_top` most probable tokens, and their log-probabilities.
+    """
+
+    outputs: list[SequenceOutput]
+    predictions: list[ScoredPosition]
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def num_top(self) -> int:
+        """How many of the most probable tokens are found for each prediction."""
+        return max((prediction.num_top for prediction in self.predictions), default=0)
+
+    def num_values(self, batch: Batch) -> int:
+        return batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
+
+    def fill(self, batch: Batch) -> None:
+        """Fill the values into the outputs."""
+        first, num_top = 0, self.num_top
+        for item, output in zip(batch.scheduled, self.outputs):
+            bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
+            output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
+            first += item.count
+        values = iter(self.values[first:])
+        for prediction in self.predictions:
+            token, logprob, *top = islice(values, 2 * (1 + num_top))
+            ranked = zip(map(int, top[:num_top]), top[num_top:])
+            prediction.fill(int(token), logprob, tuple(islice(ranked, prediction.num_top)))
+
+
+def predictions_of(batch: Batch) -> HeadOutput:
+    """Return what is to be predicted for a batch in this pass."""
+    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
+    #  predict           b c ?
+    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
+    first = 0
+    for item, output in zip(batch.scheduled, outputs):
+        sequence, last = item.sequence, first + item.count - 1
+        next_index = sequence.start + sequence.num_computed + 1
+        predictions += [
+            ScoredPosition(
+                output, first + i, target, None, sequence.needs_greedy, sequence.num_top, sequence, next_index + i
+            )
+            for i, target in enumerate(sequence.targets)
+        ]
+        predictions += [
+            ScoredPosition(output, last, None, params, num_top=sequence.num_top) for params in sequence.sampling()
+        ]
+        first += item.count
+    return HeadOutput(outputs, predictions)
 
 
 @dataclass(frozen=True)
@@ -97,46 +222,56 @@ class _BatchState:
         return self.nonfinite_layer
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """The stages of a model that are here, and what computes them.
+
+    config: of the whole model.
+    pipeline: the ranks that compute the other stages.
+    eos_ids: tokens that end a completion.
+    threads, resident: choose the threads that compute, and keep the host's memory within its limit; None where a
+        device computes.
+    graphs: run layers of decode batches; None if none can.
+    processors: change the logits that tokens are drawn from, and no log-probability.
+    nonfinite_advice: what to do where a value is not finite.
+    """
+
+    config: ModelConfig
+    decoder: LayerDecoder
+    weights: TieredWeights
+    device: torch.device
+    pipeline: Pipeline
+    eos_ids: abc.Collection[int]
+    threads: ThreadGovernor | None
+    resident: ResidentMemory | None
+    graphs: LayerGraphs | None
+    processors: LogitsProcessors | None
+    nonfinite_advice: str
+
+
 class Executor:
     """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
 
     def __init__(
-        self,
-        decoder: LayerDecoder,
-        weights: TieredWeights,
-        cache: KVCache,
-        activations: ActivationStore,
-        device: torch.device,
-        exchange: Exchange,
-        threads: ThreadGovernor | None = None,
-        graphs: LayerGraphs | None = None,
-        resident: ResidentMemory | None = None,
-        on_logits: OnLogits | None = None,
-        processors: LogitsProcessors | None = None,
+        self, model: LoadedModel, cache: KVCache, activations: ActivationStore, on_logits: OnLogits | None
     ) -> None:
-        """exchange: with the ranks that compute the model's other stages.
-
-        threads: chooses the threads that compute; None where a device does.
-        graphs: run layers of decode batches; None if none can.
-        resident: keeps the host's memory within its limit; None where a device computes.
-        on_logits: is shown the logits of scored tokens.
-        processors: change the logits that tokens are drawn from, and no log-probability.
-        """
-        self._config = decoder.config
-        self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads, self._graphs, self._exchange = device, threads, graphs, exchange
-        self._resident, self._on_logits, self._processors = resident, on_logits, processors
+        """on_logits: is shown the logits of scored tokens."""
+        decoder = model.decoder
+        self.model, self.cache = model, cache
+        self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
+        self._device, self._pipeline, self._graphs = model.device, model.pipeline, model.graphs
+        self._activations, self._on_logits = activations, on_logits
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
-        self._tier: Tier = "cpu" if device.type == "cpu" else "gpu"
+        tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
         self._workspace = Workspace(
             self._config,
             decoder.dtype.itemsize,
-            self._tier,
+            tier,
             cache.codec.cache_format,
-            converts=weights.are_converted,
-            has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
-            product_bytes=product_bytes(widest_matrix(self._config)) if device.type == "cpu" else 0,
+            converts=model.weights.are_converted,
+            has_fused_attention=has_fused_attention(self._device, decoder.dtype, self._config.head_dim),
+            product_bytes=product_bytes(widest_matrix(self._config)) if tier == "cpu" else 0,
         )
         self.peak_workspace_bytes = 0
         self.pending_heads: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
@@ -146,16 +281,10 @@ class Executor:
     def num_stages(self) -> int:
         return len(self._stages)
 
-    @property
-    def may_reschedule(self) -> bool:
-        """Whether a pass may be changed when memory runs out; not where other ranks schedule the same one."""
-        return self._exchange.is_whole
-
     def run(
         self,
         batches: abc.Sequence[Batch],
         items: abc.Sequence[WorkItem],
-        sampling: Sampling,
         on_batch: Callable[[BatchOutput], None],
         should_stop: Callable[[Batch], bool],
         another_pass: bool = False,
@@ -165,22 +294,22 @@ class Executor:
         Where other ranks have the other stages, take the batches through those here; `collect` then has their outputs.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
-        sampling: how each of a sequence's next tokens is drawn.
         should_stop: called with its batch before every item.
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
         """
-        uses = [self._num_uses(batches[item.batch], item) for item in items]
+        is_head = [self._stages[item.stage] == HEAD for item in items]
+        uses = [self._num_head_uses(batches[item.batch]) if head else 1 for item, head in zip(items, is_head)]
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
         states: dict[int, _BatchState] = {}
         charged_until = time.perf_counter()
         try:
             with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
                 for item, following in zip_longest(items, items[1:]):
-                    if self._threads is not None:
-                        self._threads.adapt()
-                    if self._resident is not None:
-                        self._resident.hold(self.peak_workspace_bytes)
+                    if self.model.threads is not None:
+                        self.model.threads.adapt()
+                    if self.model.resident is not None:
+                        self.model.resident.hold(self.peak_workspace_bytes)
                     batch = batches[item.batch]
                     if should_stop(batch):
                         raise Interrupted("interrupted; everything finished so far is kept")
@@ -189,7 +318,7 @@ class Executor:
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
                     self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
                     # Attention starts store_cache(i, j, k).
-                    head = self._compute(item, following, batch, state, sampling)
+                    head = self._compute(item, following, batch, state)
                     is_last = item.stage == self.num_stages - 1
                     if not is_last and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
@@ -200,19 +329,19 @@ class Executor:
                         self._hand_on(batch, state, head, on_batch)
         except BaseException:
             self._weights.cancel()
-            self._cache.cancel()
+            self.cache.cancel()
             self._activations.close()
             raise
 
-    def collect(self, batch: Batch, sampling: Sampling) -> BatchOutput:
+    def collect(self, batch: Batch) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
 
         Charged to it is the time since the last one was collected.
         """
         head = self.pending_heads.pop(batch, None)
         if head is None:
-            head = predictions_of(batch, sampling)
-            head.values = self._exchange.receive_values(head.num_values(batch, self._head_positions))
+            head = predictions_of(batch)
+            head.values = self._pipeline.receive_values(head.num_values(batch))
         since, self._collected_at = self._collected_at, time.perf_counter()
         return self._finish(batch, head, self._collected_at - since)
 
@@ -222,18 +351,12 @@ class Executor:
         """Send the hidden states to the next rank, or the head's values to all others; end the batch if none are."""
         if head is None:
             assert state.hidden is not None
-            self._exchange.send_hidden(_checksum(batch), state.hidden, state.check_finite())
-        elif self._exchange.is_whole:
+            self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+        elif self._pipeline.is_whole:
             on_batch(self._finish(batch, head, state.seconds))
         else:
-            self._exchange.send_values(head.values)
+            self._pipeline.send_values(head.values)
             self.pending_heads[batch] = head
-
-    def _receive(self, batch: Batch, state: _BatchState) -> None:
-        shape = batch.num_tokens, self._config.state_size
-        state.hidden, state.nonfinite_layer = self._exchange.receive_hidden(
-            _checksum(batch), shape, self._decoder.dtype, self._device
-        )
 
     def _load(self, item: WorkItem, batch: Batch, states: dict[int, _BatchState]) -> _BatchState:
         """Return the batch's state with its hidden states on the compute device."""
@@ -241,7 +364,10 @@ class Executor:
         if state is None:
             state = states[item.batch] = self._new_state(batch)
             if not self._config.has_embedding:
-                self._receive(batch, state)
+                shape = batch.num_tokens, self._config.state_size
+                state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
+                    _checksum(batch), shape, self._decoder.dtype, self._device
+                )
         elif state.hidden is None:
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
@@ -256,7 +382,7 @@ class Executor:
             self._activations.prefetch(following.batch)
         if (layer := self._layer_of(following.stage)) is not None:
             with suppress(MemoryLimitError):  # no room for two layers: it is brought when it is needed
-                state.metadata.prefetch(layer, self._cache)
+                state.metadata.prefetch(layer, self.cache)
 
     def _compute(
         self,
@@ -264,12 +390,11 @@ class Executor:
         following: WorkItem | None,
         batch: Batch,
         state: _BatchState,
-        sampling: Sampling,
     ) -> HeadOutput | None:
         """Take the batch through one stage; return what the head computed, and None after other stages."""
         name, layer = self._stages[item.stage], self._layer_of(item.stage)
         if name == HEAD:
-            return self._head(batch, state, sampling)
+            return self._head(batch, state)
         used_again = following is not None and following.stage == item.stage
         with self._weights.stage(name, batch.num_tokens, used_again) as weights:
             if layer is None:
@@ -303,7 +428,7 @@ class Executor:
     def _new_state(self, batch: Batch) -> _BatchState:
         decoder = self._decoder
         windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
-        metadata = build_attention_metadata(batch, windows, self._device, decoder.dtype, self._cache)
+        metadata = build_attention_metadata(batch, windows, self._device, decoder.dtype, self.cache)
         num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
@@ -318,7 +443,7 @@ class Executor:
     def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
         """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
         metadata, decoder = state.metadata, self._decoder
-        attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, self._cache)
+        attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
         assert state.hidden is not None and state.rotary is not None
         graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
@@ -328,8 +453,8 @@ class Executor:
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
 
-    def _head(self, batch: Batch, state: _BatchState, sampling: Sampling) -> HeadOutput:
-        head = predictions_of(batch, sampling)
+    def _head(self, batch: Batch, state: _BatchState) -> HeadOutput:
+        head = predictions_of(batch)
         predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
@@ -338,20 +463,18 @@ class Executor:
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
                 part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
-                results += self._predict(weights, state.hidden, part)
+                results.append(self._predict(weights, state.hidden, part, head.num_top))
         head.values = torch.cat(results).tolist()
         return head
 
-    def _num_uses(self, batch: Batch, item: WorkItem) -> int:
-        """Return how often an item uses the weights of its stage."""
-        return self._num_head_uses(batch) if self._stages[item.stage] == HEAD else 1
-
     def _num_head_uses(self, batch: Batch) -> int:
         """Return in how many slices of positions a batch passes the head."""
-        positions = sum(num_predictions(item.sequence) for item in batch.scheduled)
+        positions = sum(item.sequence.num_draws + len(item.sequence.targets) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition]) -> list[Tensor]:
+    def _predict(
+        self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition], num_top: int
+    ) -> Tensor:
         """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has them all."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
@@ -366,25 +489,24 @@ class Executor:
             tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
             tokens[rows] = self._draw(logits.index_select(0, rows), [*drawn.values()])
-        normalizers = log_normalizers(logits)
-        logprobs = (logits.gather(1, tokens[:, None]) - normalizers)[:, 0]
-        top: tuple[Tensor, ...] = ()
-        if count := num_top(predictions):
-            most, ids = most_probable(logits, count)
-            top = ids.flatten(), (most - normalizers).flatten()
+        normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
+        columns = [logits.gather(1, tokens[:, None]) - normalizers]
+        if num_top:
+            most, ids = most_probable(logits, num_top)
+            columns += [ids, most - normalizers]
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
-        return [values.double() for values in (tokens, logprobs, *top)]
+        return torch.cat([tokens[:, None].double(), *columns], 1).flatten()  # all become float64
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
-        if self._processors is not None:
-            logits, sampling = self._processors(logits, sampling)
+        if self.model.processors is not None:
+            logits, sampling = self.model.processors(logits, sampling)
         return sample_tokens(logits, sampling)
 
     def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""
-        head.fill(batch, self._head_positions)
+        head.fill(batch)
         for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
             scheduled.sequence.num_computed += scheduled.count
         return BatchOutput(batch, head.outputs, seconds)

@@ -11,8 +11,7 @@ from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.hardware.cuda import why_no_cuda
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.process_state import rank_of_process, why_no_cuda
 from flexgen_helm.identity import text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

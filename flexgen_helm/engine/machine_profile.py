@@ -11,15 +11,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
-from flexgen_helm.engine.profiler import measure
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text
 from flexgen_helm.hardware.process_state import rank_of_process
@@ -29,6 +29,9 @@ from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.plan import simulated_gpu
 from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
+
+if TYPE_CHECKING:
+    from flexgen_helm.offload.transfer_manager import CopyEngine
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 8
@@ -73,6 +76,12 @@ def _usable(folder: Path) -> HardwareProfile | None:
     """Return what is saved, unless a quiet machine can now be measured better."""
     saved = load_saved(folder)
     return saved.profile if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE) else None
+
+
+def measure(folder: Path) -> HardwareProfile:
+    from flexgen_helm.engine import profiler  # imports torch
+
+    return profiler.measure(folder)
 
 
 def _measured_now(folder: Path) -> HardwareProfile:
@@ -126,10 +135,12 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     """Return what a profile depends on: if one of these differs, the machine is measured again."""
     from importlib.metadata import version
 
+    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
     return {
         "version": _VERSION,
         "processor": processor_name(),
-        "features": _processor_features(),
+        # Two virtual machines have one name with and without some instructions.
+        "features": hashlib.sha256(flags.encode()).hexdigest()[:16],
         "cores": psutil.cpu_count(logical=True),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
@@ -137,12 +148,6 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "gpu": [line for gpu in _gpus() for line in gpu],
         "torch": version("torch"),
     }
-
-
-def _processor_features() -> str:
-    """Return a digest of the processor's instructions: two virtual machines have one name with and without some."""
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(flags.encode()).hexdigest()[:16]
 
 
 def processor_name() -> str:
@@ -182,23 +187,15 @@ class EngineProfile:
     """
 
     def __init__(
-        self,
-        limits: Mapping[Tier, int],
-        folder: Path,
-        device: Literal["cpu", "cuda", "sim"],
-        link_gb_s: tuple[float, float] | None,
-        disk_gb_s: tuple[float, float] | None,
-        pins_host_memory: Callable[[], bool],
+        self, limits: Mapping[Tier, int], folder: Path, options: EngineConfig, link: CopyEngine | None
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
-        link_gb_s, disk_gb_s: of a simulated gpu, and of the disk beside it.
+        link: copies to and from the device; None where the host computes.
         """
-        self._limits, self._folder, self._device = limits, folder, device
-        self._link_gb_s, self._disk_gb_s = link_gb_s, disk_gb_s
-        self._pins_host_memory = pins_host_memory
+        self._limits, self._folder, self._options, self._link = limits, folder, options, link
         named = os.environ.get(HARDWARE_VARIABLE) or MEASURED
         self.name = None if named == MEASURED else named
         self._known = None if self.name is None else self._adapted(profile_named(self.name))
@@ -206,7 +203,7 @@ class EngineProfile:
 
     @property
     def pins_host_memory(self) -> bool:
-        return self._pins_host_memory()
+        return self._link is None or self._link.pins
 
     def profile(self, measure: bool) -> HardwareProfile | None:
         """Return the profile; None where none is saved and `measure` is false, or the machine cannot be measured.
@@ -225,11 +222,12 @@ class EngineProfile:
         return self._known
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
-        if self._device == "sim":
-            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._link_gb_s, self._disk_gb_s)
-        elif self._device == "cpu":
+        options = self._options
+        if options.device == "sim" or self._link is None:
             profile = replace(profile, gpu=None, link=None)
-        elif profile.gpu is None:
+        if options.device == "sim":
+            profile = simulated_gpu(profile, options.link_gb_s, options.disk_gb_s)
+        if profile.gpu is None and self._link is not None:
             raise UsageError(
                 f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm profile`, or name "
                 f"another with {HARDWARE_VARIABLE}"

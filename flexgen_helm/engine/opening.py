@@ -15,9 +15,8 @@ from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import compute_device, open_device, prefer_float16
 from flexgen_helm.engine.fingerprint import engine_fingerprint
-from flexgen_helm.engine.pipeline import process_exchange
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.hardware.process_state import Rank
+from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.planner.placement import Tier
@@ -95,7 +94,7 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: En
 
     None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
     """
-    if not process_exchange().is_whole or compute_device(options.device).type != "cpu":
+    if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None
     checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
     dtype = compute_dtype(torch.device("cpu"), checkpoint.storage_dtype)

@@ -11,14 +11,13 @@ wait for it ends with an error; those who wait for others follow, because each r
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,14 @@ import torch.distributed.nn  # now: imported later, the defaults of its function
 from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
-from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError, PipelineError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
-from flexgen_helm.request import GenerationRequest
+from flexgen_helm.planner.policy import ZIGZAG, Schedule
+from flexgen_helm.planner.run_plan import RunPlan
+from flexgen_helm.scheduling.prepare import common_limits
+
+if TYPE_CHECKING:
+    from flexgen_helm.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -43,104 +45,105 @@ _HIDDEN, _VALUES = 0, 1
 _FAILURE = "flexgen_helm/failure"
 
 
-@dataclass(frozen=True)
-class OpenEngine:
-    """Arguments of `Engine.from_config`."""
-
-    name_or_path: str | os.PathLike[str]
-    config: EngineConfig
-    name: str | None
-
-
-@dataclass(frozen=True)
-class AnswerRequests:
-    """engine: its number, in the order in which engines were opened."""
-
-    engine: int
-    requests: tuple[GenerationRequest, ...]
-
-
-@dataclass(frozen=True)
-class CloseEngine:
-    engine: int
-
-
-@dataclass(frozen=True)
-class EndPipeline:
-    """Rank 0 has ended."""
-
-
-Command = OpenEngine | AnswerRequests | CloseEngine | EndPipeline
-
-
-class Pipeline(Exchange):
-    """This process's rank of a pipeline.
+class Pipeline:
+    """This process's rank of a pipeline. A process that has the whole model is a pipeline of one, and sends nothing.
 
     lock: held from a command to its last message, because all engines share the connections.
+    num_engines: that were opened so far.
     """
 
-    def __init__(self, rank: Rank, store: dist.Store) -> None:
-        super().__init__(rank)
+    def __init__(self, rank: Rank = Rank(0, 1, 0, 1), store: dist.Store | None = None) -> None:
+        self.rank = rank
+        self.num_engines = 0
         self.lock = RLock()
         self._store = store
         self._failed: PipelineError | None = None
         self._common_error: FlexgenError | None = None
-        # Works that are under way, with what they send.
-        self._hidden: deque[tuple[dist.Work, Tensor]] = deque()
-        self._values: deque[tuple[dist.Work, Tensor]] = deque()
+        # Works that are under way, with what they send, by tag.
+        self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {_HIDDEN: deque(), _VALUES: deque()}
 
     @property
-    def is_first(self) -> bool:
-        return self.rank.number == 0
+    def is_whole(self) -> bool:
+        """Whether this process computes all stages, and so decides alone what a pass computes."""
+        return self.rank.size == 1
 
     @property
-    def is_last(self) -> bool:
-        return self.rank.number == self.rank.size - 1
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._failed is None
 
     # Commands
 
     @contextmanager
-    def command(self, command: object) -> Iterator[None]:
+    def command(self, name: str, *arguments: object) -> Iterator[None]:
+        """Let all ranks do what this one does in the context, one command at a time: see `follow`."""
+        if self.is_whole:
+            yield
+            return
         with self.lock:
-            if self.is_open or not isinstance(command, CloseEngine):  # all engines end with their pipeline
-                self.send_command(command)
+            if self.is_open or name != "close":  # all engines end with their pipeline
+                self.send_command(name, *arguments)
             yield
 
-    def send_command(self, command: object) -> None:
+    def send_command(self, name: str, *arguments: object) -> None:
         """Send a command from rank 0 to all others; harmless on the others."""
-        if self.is_first:
-            self._guarded(lambda: dist.broadcast_object_list([command], src=0))
+        if not self.rank.number:
+            with self._guarded():
+                dist.broadcast_object_list([(name, *arguments)], src=0)
 
-    def receive_command(self) -> Command:
+    def receive_command(self) -> tuple[Any, ...]:
         """Wait for rank 0's next command."""
         received: list[Any] = [None]
-        self._guarded(lambda: dist.broadcast_object_list(received, src=0), "rank 0")
-        command: Command = received[0]
-        return command
+        with self._guarded("rank 0"):
+            dist.broadcast_object_list(received, src=0)
+        return tuple(received[0])
 
-    def gather(self, own: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Return what every rank has given, in the order of ranks."""
-        everyone: list[Any] = [None] * self.rank.size
-        self._guarded(lambda: dist.all_gather_object(everyone, own))
-        return everyone
+        if self.is_whole:
+            return [value]
+        values: list[Any] = [None] * self.rank.size
+        with self._guarded():
+            dist.all_gather_object(values, value)
+        return values
 
-    def agree(self, own: T | FlexgenError) -> list[T]:
-        """Return what all ranks have; if one has an error, raise the first of them on every rank.
+    def agree(self, value: T | FlexgenError) -> list[T]:
+        """Return what all ranks have, in their order; if one has an error, raise the first of them on every rank.
 
         An error that was raised here is one that all ranks have: it is only raised again.
         """
-        if isinstance(own, FlexgenError) and own is self._common_error:
-            raise own
-        everyone = self.gather(own)
-        for number, other in enumerate(everyone):
-            if isinstance(other, FlexgenError):
+        if isinstance(value, FlexgenError) and (self.is_whole or value is self._common_error):
+            raise value
+        values = self.gather(value)
+        for number, error in enumerate(values):
+            if isinstance(error, FlexgenError):
                 where = "" if number == self.rank.number else f"rank {number} of the pipeline: "
-                self._common_error = type(other)(f"{where}{other}")
+                self._common_error = type(error)(f"{where}{error}")
                 raise self._common_error
-        return [other for other in everyone if not isinstance(other, FlexgenError)]
+        return [value for value in values if not isinstance(value, FlexgenError)]
 
-    def record(self, num_lanes: int, own: Mapping[str, Any]) -> dict[str, Any]:
-        return {"pipeline": {"lanes": num_lanes, "ranks": self.gather(own)}}
+    def record(self, num_lanes: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a run's record says of the ranks; record: what it says of this one."""
+        return {} if self.is_whole else {"pipeline": {"lanes": num_lanes, "ranks": self.gather(record)}}
+
+    # Plans
+
+    def plan(self, plan: Callable[[Schedule | None], RunPlan]) -> RunPlan:
+        """Return this rank's plan within limits that suit all ranks; one that cannot plan ends the run on all.
+
+        plan: makes this rank's, by a schedule that must be followed if one is given.
+        """
+        plans = self._plans(plan, None)
+        if len({found.schedule.is_single_pass for found in plans}) > 1:
+            plans = self._plans(plan, ZIGZAG)  # all can follow that
+        return replace(plans[self.rank.number], limits=common_limits([found.limits for found in plans]))
+
+    def _plans(self, plan: Callable[[Schedule | None], RunPlan], schedule: Schedule | None) -> list[RunPlan]:
+        try:
+            return self.agree(plan(schedule))
+        except FlexgenError as error:
+            self.agree(error)
+            raise
 
     # Hidden states and outputs of a pass
 
@@ -152,9 +155,9 @@ class Pipeline(Exchange):
         """
         numbers = torch.cat((nonfinite_layer, nonfinite_layer.new_tensor([checksum])))
         message = torch.cat((numbers.view(torch.uint8), hidden.contiguous().view(-1).view(torch.uint8)))
-        self._send(self._hidden, message, self.rank.number + 1, _HIDDEN)
-        while len(self._hidden) > _MAX_WAITING:
-            self._wait(self._hidden.popleft()[0])
+        self._send(message, self.rank.number + 1, _HIDDEN)
+        while len(self._sent[_HIDDEN]) > _MAX_WAITING:
+            self._wait(self._sent[_HIDDEN].popleft()[0])
 
     def receive_hidden(
         self, checksum: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -175,10 +178,10 @@ class Pipeline(Exchange):
         return message[num_numbers:].view(dtype).view(shape), numbers[:-1]
 
     def send_values(self, values: list[float]) -> None:
-        """Send what the head has computed for a batch from the last rank to all others, without waiting for them."""
+        """Send what the head has computed for a batch from the last rank to all before it, without waiting."""
         message = torch.tensor(values, dtype=torch.float64)
-        for other in range(self.rank.size - 1):
-            self._send(self._values, message, other, _VALUES)
+        for number in range(self.rank.size - 1):
+            self._send(message, number, _VALUES)
 
     def receive_values(self, count: int) -> list[float]:
         """Wait for what the head has computed for the oldest batch that has not been asked for."""
@@ -186,64 +189,65 @@ class Pipeline(Exchange):
         self._receive(message, self.rank.size - 1, _VALUES)
         return message.tolist()
 
-    # The end
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends; nothing can be sent or received afterwards."""
-        self._end(f"rank {self.rank.number} of the pipeline ended: {error or type(error).__name__}")
-
-    def _end(self, cause: str) -> PipelineError:
-        """End this rank's connections; return the error that says which rank ended first."""
-        if self._failed is None:
-            with suppress(Exception):  # the store may be gone with its machine
-                cause = self._store.compare_set(_FAILURE, "", cause).decode()
-            self._failed = PipelineError(f"{cause}; the same command goes on from what is finished")
-            with suppress(Exception):
-                dist.destroy_process_group()
-        return self._failed
-
-    def leave(self) -> None:
-        """Close the connections of a pipeline that is not needed any more, once all ranks do."""
-        with self.lock:
-            self.flush()
-            self._guarded(dist.barrier)
-            self._guarded(dist.destroy_process_group)
-            self._failed = PipelineError("the pipeline has ended")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether messages can be sent."""
-        return self._failed is None
-
     def flush(self) -> None:
         """Wait until what was sent has arrived."""
-        for work, _ in (*self._hidden, *self._values):
-            self._wait(work)
-        self._hidden.clear()
-        self._values.clear()
+        for sent in self._sent.values():
+            for work, _ in sent:
+                self._wait(work)
+            sent.clear()
 
-    def _send(self, sent: deque[tuple[dist.Work, Tensor]], message: Tensor, rank: int, tag: int) -> None:
-        def send() -> None:
+    def _send(self, message: Tensor, rank: int, tag: int) -> None:
+        sent = self._sent[tag]
+        with self._guarded(f"rank {rank}"):
             while sent and sent[0][0].is_completed():
                 sent.popleft()
             work = dist.isend(message, rank, tag=tag)
             assert work is not None
             sent.append((work, message))
 
-        self._guarded(send, f"rank {rank}")
-
     def _receive(self, message: Tensor, rank: int, tag: int) -> None:
-        self._guarded(lambda: dist.recv(message, rank, tag=tag), f"rank {rank}")
+        with self._guarded(f"rank {rank}"):
+            dist.recv(message, rank, tag=tag)
 
     def _wait(self, work: dist.Work) -> None:
-        self._guarded(work.wait, f"rank {self.rank.number + 1}")
+        with self._guarded(f"rank {self.rank.number + 1}"):
+            work.wait()
 
-    def _guarded(self, action: Callable[[], object], peer: str = "a rank") -> None:
+    # The end
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends; nothing can be sent or received afterwards."""
+        if not self.is_whole:
+            self._end(f"rank {self.rank.number} of the pipeline ended: {error or type(error).__name__}")
+
+    def leave(self) -> None:
+        """Close the connections in good order, once all ranks do: rank 0 tells those that wait for it."""
+        with suppress(PipelineError), self.lock:
+            self.send_command("end")
+            self.flush()
+            with self._guarded():
+                dist.barrier()
+                dist.destroy_process_group()
+            self._failed = PipelineError("the pipeline has ended")
+
+    def _end(self, cause: str) -> PipelineError:
+        """End this rank's connections; return the error that says which rank ended first."""
+        if self._failed is None:
+            with suppress(Exception):  # the store may be gone with its machine
+                assert self._store is not None
+                cause = self._store.compare_set(_FAILURE, "", cause).decode()
+            self._failed = PipelineError(f"{cause}; the same command goes on from what is finished")
+            with suppress(Exception):
+                dist.destroy_process_group()
+        return self._failed
+
+    @contextmanager
+    def _guarded(self, peer: str = "a rank") -> Iterator[None]:
         """Turn an error of a connection into a sentence that names the rank that ended first."""
         if self._failed is not None:
             raise self._failed
         try:
-            action()
+            yield
         except (RuntimeError, ValueError) as error:  # torch.distributed has no type of its own
             raise self._end(f"{peer} of the pipeline was lost: its connection is closed") from error
 
@@ -263,15 +267,38 @@ def joined_pipeline() -> Pipeline | None:
     return Pipeline(rank, store)
 
 
-def process_exchange() -> Exchange:
-    """Return what this process exchanges with others: its pipeline, or nothing."""
-    return joined_pipeline() or Exchange()
-
-
 def leave_pipeline() -> None:
-    """End this rank's connections in good order: rank 0 tells the others, which wait for it."""
+    """End this rank's connections in good order."""
+    if (pipeline := joined_pipeline()) is not None:
+        pipeline.leave()
+
+
+def follow(engine: type[Engine]) -> None:
+    """Open, run and close engines when rank 0 does, until it ends.
+
+    Raises `PipelineError` if a rank is lost, and whatever ends this one.
+    """
     pipeline = joined_pipeline()
-    if pipeline is not None:
-        with suppress(PipelineError), pipeline.lock:
-            pipeline.send_command(EndPipeline())
-            pipeline.leave()
+    assert pipeline is not None and pipeline.rank.number
+    engines: dict[int, Engine] = {}
+    try:
+        while (command := pipeline.receive_command())[0] != "end":
+            try:
+                match command:
+                    case "open", name_or_path, config, name:
+                        opened = engine.from_config(name_or_path, config, name=name)
+                        engines[opened.number] = opened
+                    case "run", number, requests:
+                        engines[number].run(requests)
+                    case "close", number:
+                        engines.pop(number).close()
+            except FlexgenError:
+                if not pipeline.is_open:
+                    raise
+                # Rank 0 has raised the same error, and may go on with another engine.
+    except BaseException as error:
+        pipeline.fail(error)
+        raise
+    finally:
+        for opened in engines.values():
+            opened.close()

@@ -1,7 +1,7 @@
 """Measure this machine: rates of processor, GPU, link and disk.
 
 Rates are those of the engine's own parts (its products, its attention, its files): the best of a few, on operands
-that no cache holds. torch is imported where something is measured.
+that no cache holds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
+from flexgen_helm.kernels.amx import has_amx
+from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
+from flexgen_helm.kernels.layer_rows import put_rows
+from flexgen_helm.kernels.products import linear, linear_as_stored
+from flexgen_helm.kv_cache.codec import QuantizedCodec
+from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
+from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
+from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.transformers_backend.decoder import decoder_of
+from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.linear import tiled_linear
+from flexgen_helm.offload.staging import pages
+from flexgen_helm.planner.problem import between_elements
+from flexgen_helm.quant.kernels import dequantize_into
+from flexgen_helm.quant.packing import quantize
+from flexgen_helm.quant.precisions import PRECISIONS
 
-if TYPE_CHECKING:
-    import torch
+_HOST = torch.device("cpu")
 
 # Rows of the inputs, and width of the square weights, that products are measured with. A device reads weights of the
 # host's width in less time than a launch takes.
@@ -44,8 +63,6 @@ _LAYER_MODEL, _LAYER_TOKENS, _LAYER_POSITIONS = "smollm2-135m", 512, 64
 
 def measure(folder: Path) -> HardwareProfile:
     """Measure everything; writes and deletes a gigabyte in `folder`."""
-    import torch
-
     memory = host_memory()
     keep_freed_memory()  # as an engine does: otherwise every product writes to memory that was never touched
     with torch.no_grad():
@@ -63,28 +80,22 @@ def measure(folder: Path) -> HardwareProfile:
 
 
 def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
-    import torch
-
-    from flexgen_helm.kernels.amx import has_amx
-
-    def best(calls: Sequence[Callable[[], Any]], repeats: int = 3) -> float:
-        return _best(calls, repeats, device)
 
     reads_16_bits = device.type == "cpu" and has_amx()
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
-    attention, reading = _attention_rates(best, device, kind)
+    attention, reading = _attention_rates(device, kind)
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    copying = 2.0 * _UNCACHED_BYTES / best([_bind(target.copy_, source)])
-    step_s, layer_bytes_s = _host_layer(best) if device.type == "cpu" else (_device_step(best, device), math.inf)
-    unpacking, packing = _packing_rates(best, device, kind)
+    copying = 2.0 * _UNCACHED_BYTES / _best([partial(target.copy_, source)], 3, device)
+    step_s, layer_bytes_s = _host_layer() if device.type == "cpu" else (_device_step(device), math.inf)
+    unpacking, packing = _packing_rates(device, kind)
     return Processor(
         memory_bytes=memory_bytes,
         memory_bytes_s=copying,
-        matmul_flops=_product_curves(best, device, dtypes, reads_16_bits),
+        matmul_flops=_product_curves(device, dtypes, reads_16_bits),
         attention_flops=attention,
         attention_bytes_s=reading,
-        upcast_elements_s=_upcast_rate(best) if device.type == "cpu" and not reads_16_bits else math.inf,
+        upcast_elements_s=_upcast_rate() if device.type == "cpu" and not reads_16_bits else math.inf,
         dequantize_elements_s=unpacking,
         quantize_elements_s=packing,
         step_s=step_s,
@@ -92,33 +103,22 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     )
 
 
-def _device_step(best: Callable[..., float], device: torch.device) -> float:
-    import torch
-
+def _device_step(device: torch.device) -> float:
     small = torch.ones(8, device=device)
 
     def many() -> None:
         for _ in range(_SMALL_OPERATIONS):
             small.add(1.0)
 
-    return best([many], 10)
+    return _best([many], 10, device)
 
 
-def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
+def _host_layer() -> tuple[float, float]:
     """Return the seconds of a layer besides its products, and the bytes a second that a long batch moves there.
 
     A token is taken through layers whose weights come from memory, as they do in a pass: they leave nothing of what the
     interpreter needs in the nearest caches. The same products alone are taken off.
     """
-    import torch
-
-    from flexgen_helm.checkpoint.catalog import CATALOG
-    from flexgen_helm.kernels.layer_rows import put_rows
-    from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
-    from flexgen_helm.models.decoder import StageWeights
-    from flexgen_helm.models.decoder_of import decoder_of
-    from flexgen_helm.offload.linear import tiled_linear
-    from flexgen_helm.planner.problem import between_elements
 
     config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
     shapes = {name.removeprefix(f"{stage}."): shape for name, shape in stage_tensor_shapes(config, stage).items()}
@@ -148,11 +148,11 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
             raise AssertionError("a layer has no tables")
 
     heads = 2, 1, config.num_kv_heads, _LAYER_POSITIONS, config.head_dim
-    caches, place = torch.zeros(heads), torch.zeros(1, dtype=torch.int64)
+    caches, row = torch.zeros(heads), torch.zeros(1, dtype=torch.int64)
 
     def attend_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for cache, new in zip(caches, (k, v)):
-            put_rows(cache.movedim(2, 1), place, place, new)
+            put_rows(cache.movedim(2, 1), row, row, new)
         return cache_attention(q, *caches)()[0]
 
     def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -172,19 +172,14 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
     rotary = {tokens: decoder.rotary(torch.arange(tokens)) for tokens in (1, _LAYER_TOKENS)}
     matrix_bytes = sum(2 * math.prod(shape) for shape in sizes.values())
     layers = [Layer(1, multiplies=True) for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))]
-    products_s = best([_bind(multiply, layer) for layer in layers], 5)
-    step_s = max(1e-6, best([_bind(pass_layer, layer, 1) for layer in layers], 5) - products_s)
-    long_s = best([_bind(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
+    products_s = _best([partial(multiply, layer) for layer in layers], 5)
+    step_s = max(1e-6, _best([partial(pass_layer, layer, 1) for layer in layers], 5) - products_s)
+    long_s = _best([partial(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
     return step_s, 4.0 * between_elements(config) * _LAYER_TOKENS / max(1e-6, long_s - step_s)
 
 
-def _product_curves(
-    best: Callable[..., float], device: torch.device, dtypes: Sequence[str], reads_16_bits: bool
-) -> dict[str, Curve]:
+def _product_curves(device: torch.device, dtypes: Sequence[str], reads_16_bits: bool) -> dict[str, Curve]:
     """Measure the FLOP/s of products by rows of x; reads_16_bits: a host takes weights in 16 bits as they rest."""
-    import torch
-
-    from flexgen_helm.kernels.products import linear, linear_as_stored
 
     kinds = {name: (name, name) for name in dtypes}  # of a rate -> dtypes of x and of the weight
     if reads_16_bits:
@@ -199,16 +194,14 @@ def _product_curves(
         for rows in _ROWS:
             x = torch.randn(rows, width, device=device, dtype=getattr(torch, dtype))
             used = weights[: 2 if rows > 256 else len(weights)]
-            seconds = best([_bind(product, x, weight, None) for weight in used])
+            seconds = _best([partial(product, x, weight, None) for weight in used], 3, device)
             points.append((float(rows), 2.0 * rows * width * width / seconds))
         curves[name] = Curve(tuple(points))
     return curves
 
 
-def _attention_rates(best: Callable[..., float], device: torch.device, kind: torch.dtype) -> tuple[float, float]:
+def _attention_rates(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """Return the FLOP/s of a prompt's attention, and the bytes of the cache that decoding tokens read in a second."""
-    import torch
-
     heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
     prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
     q = torch.randn(group, heads, dim, device=device, dtype=kind)
@@ -217,79 +210,61 @@ def _attention_rates(best: Callable[..., float], device: torch.device, kind: tor
         torch.randn(2, group, heads, tokens, dim, device=device, dtype=kind)
         for _ in range(max(1, _UNCACHED_BYTES // pair))
     ]
-    attending = best([prompt_attention(*prompt)], 10)
-    reading = best([cache_attention(q, *cache) for cache in caches])
+    attending = _best([prompt_attention(*prompt)], 10, device)
+    reading = _best([cache_attention(q, *cache) for cache in caches], 3, device)
     return 4.0 * tokens * tokens * heads * dim / attending, pair / reading
 
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T, Hk, D]."""
-    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend
-    from flexgen_helm.models.attention import AttentionConfig, attend_causal
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
-        return _bind(attend_causal, q, k, v, AttentionConfig(scale))
+        return partial(attend_causal, q, k, v, AttentionConfig(scale))
     table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
-    return _bind(attend_segments, q, table.at((), (k, v)), scale)
+    return partial(attend_segments, q, table.at((), (k, v)), scale)
 
 
 def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v [B, Hk, S, D]."""
-    import torch
-
-    from flexgen_helm.kernels.attention import SegmentTable, attend_segments, can_attend_caches
-    from flexgen_helm.models.attention import AttentionConfig, attend_cached
 
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
         table = SegmentTable.of_caches([last] * len(q), [0] * len(q), [False] * len(q))
-        return _bind(attend_segments, q.float(), table.at_caches(k, v), scale)
-    return _bind(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
+        return partial(attend_segments, q.float(), table.at_caches(k, v), scale)
+    return partial(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
 
 
-def _upcast_rate(best: Callable[[Sequence[Callable[[], Any]]], float]) -> float:
+def _upcast_rate() -> float:
     """Return the elements a second from 16 bits to float32, in tiles of the size that the engine upcasts."""
-    import torch
-
     tile = torch.zeros(1 << 20)
     count = _UNCACHED_BYTES // 2 // tile.numel()
     weights = torch.zeros(count, tile.numel(), dtype=torch.float16)
-    return count * tile.numel() / best([lambda: [tile.copy_(part) for part in weights]])
+    return count * tile.numel() / _best([lambda: [tile.copy_(part) for part in weights]], 3)
 
 
-def _packing_rates(
-    best: Callable[[Sequence[Callable[[], Any]]], float], device: torch.device, kind: torch.dtype
-) -> tuple[float, float]:
+def _packing_rates(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """Return the elements a second from 4 bits (a tile of weights) and to 4 bits (tokens of a cache)."""
-    import torch
-
-    from flexgen_helm.kv_cache.codec import QuantizedCodec
-    from flexgen_helm.quant.kernels import dequantize_into
-    from flexgen_helm.quant.packing import quantize
-    from flexgen_helm.quant.precisions import PRECISIONS
 
     fmt, cache = PRECISIONS["4bit"].weights, PRECISIONS["4bit"].cache
     assert fmt is not None and cache is not None
     tile = torch.randn(512, _WIDTH, device=device)
     copies = [quantize(tile, fmt) for _ in range(4)]
     out = tile.to(kind)
-    unpacking = tile.numel() / best([_bind(dequantize_into, packed, fmt, out) for packed in copies])
+    unpacking = tile.numel() / _best([partial(dequantize_into, packed, fmt, out) for packed in copies], 3, device)
     heads, dim = 8, 64
     codec = QuantizedCodec(cache, heads, dim, kind)
     k, v = (torch.randn(4 * codec.group_tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
-    return unpacking, 2 * k.numel() / best([_bind(codec.encode, k, v)])
+    return unpacking, 2 * k.numel() / _best([partial(codec.encode, k, v)], 3, device)
 
 
 def _link(device: torch.device) -> Link:
-    import torch
-
     on_gpu = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-        return _LINK_BYTES / _best([_bind(target.copy_, source, non_blocking=True)], 3, device)
+        return _LINK_BYTES / _best([partial(target.copy_, source, non_blocking=True)], 3, device)
 
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -310,17 +285,12 @@ def _link(device: torch.device) -> Link:
         rate(on_gpu[0], pageable),
         rate(pageable, on_gpu[1]),
         duplex=min(1.0, max(0.5, alone / 2 / _best([both], 3, device))),
-        transfer_s=_best([_bind(on_gpu[0][:64].copy_, small, non_blocking=True)], 10, device),
+        transfer_s=_best([partial(on_gpu[0][:64].copy_, small, non_blocking=True)], 10, device),
     )
 
 
 def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     """Measure the disk past the page cache, and the share of reads that overlaps with computing."""
-    import torch
-
-    from flexgen_helm.kernels.products import linear
-    from flexgen_helm.offload.disk import DirectFile
-    from flexgen_helm.offload.staging import pages
 
     free = shutil.disk_usage(folder).free
     size = min(_FILE_BYTES, free // 4 // _CHUNK_BYTES * _CHUNK_BYTES)
@@ -354,7 +324,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
                 writing = _best([write], 2)
                 reading = _best([read], 3)
                 both = _best([lambda: _together(write, read)], 2)
-                access = _best([_bind(files[0].read, 0, buffers[0][:4096])], 20)
+                access = _best([partial(files[0].read, 0, buffers[0][:4096])], 20)
                 x, weight = torch.randn(512, _WIDTH, device=device), torch.randn(_WIDTH, _WIDTH, device=device)
 
                 def compute(times: int) -> None:
@@ -363,10 +333,10 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
 
-                one = _best([_bind(compute, 4)], 3) / 4
+                one = _best([partial(compute, 4)], 3) / 4
                 times = max(1, round(reading / one))
-                computing = _best([_bind(compute, times)], 2)
-                joined = _best([lambda: _together(_bind(compute, times), read)], 2)
+                computing = _best([partial(compute, times)], 2)
+                joined = _best([lambda: _together(partial(compute, times), read)], 2)
         finally:
             for file in files:
                 file.close(delete=True)
@@ -383,29 +353,22 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     )
 
 
-def _together(one: Callable[[], None], other: Callable[[], None]) -> None:
-    thread = threading.Thread(target=other)
+def _together(one: Callable[[], None], two: Callable[[], None]) -> None:
+    thread = threading.Thread(target=two)
     thread.start()
     one()
     thread.join()
 
 
-def _best(calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device | None = None) -> float:
+def _best(calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device = _HOST) -> float:
     """Return the least seconds of one call; the calls take turns, and the first round warms up."""
-    import torch
-
-    wait = torch.cuda.synchronize if device is not None and device.type == "cuda" else None
     best = math.inf
     for number in range(repeats + 1):
         began = time.perf_counter()
         for call in calls:
             call()
-        if wait is not None:
-            wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         if number:
             best = min(best, time.perf_counter() - began)
     return best / len(calls)
-
-
-def _bind(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments, **named)

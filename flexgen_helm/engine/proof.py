@@ -34,12 +34,11 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.opening import OpenedModel
+from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
-from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
@@ -149,9 +148,9 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
         if not seed and differences[0] < TOLERANCE:
             break
-    wrong = [own for own in differences if not own < TOLERANCE]
+    wrong = [found for found in differences if not found < TOLERANCE]
     if len(wrong) > 1:
-        largest = max((own for own in wrong if math.isfinite(own)), default=math.nan)
+        largest = max(filter(math.isfinite, wrong), default=math.nan)
         raise _refusal(key, name, f"differs from transformers' own forward pass by up to {largest:.2g} nats")
     proved = {"class": key.class_name, "difference": min(differences), **_versions()}
     update_state(_PROOFS, lambda content: content.update({key.digest: proved}))
@@ -177,22 +176,17 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
     Raises `FlexgenError` if no small model has every kind of layer.
     """
     with _quiet_transformers():
-        return _difference_of_miniature(content, config, seed, engine)
-
-
-def _difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
-    for cls, small in miniatures(content, config):
-        if _num_elements(cls, small) <= MAX_WEIGHTS:
-            with torch.random.fork_rng(devices=[]), scratch() as folder:
-                model = reference(cls, small, seed, Path(folder))
-                return difference(model, open_as(type(config), Path(folder)), requests(seed), engine)
+        for cls, small in miniatures(content, config):
+            with torch.device("meta"):
+                model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
+            if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
+                with torch.random.fork_rng(devices=[]), scratch() as folder:
+                    model = reference(cls, small, seed, Path(folder))
+                    checkpoint = open_as(type(config), Path(folder))
+                    options = EngineConfig(policy=_BLOCK, device="cpu")
+                    opened = OpenedModel("", options, checkpoint, None, None, torch.device("cpu"), None)
+                    return difference(model, opened, requests(seed), engine)
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
-
-
-def _num_elements(cls: Any, config: Any) -> int:
-    with torch.device("meta"):
-        model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
-    return sum(own.numel() for own in (*model.parameters(), *model.buffers()))
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
@@ -212,7 +206,7 @@ def reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
             if tensor.is_floating_point():
                 tensor.copy_(tensor.normal_(0.0, _DEVIATION).half().float())
     values = model.state_dict()
-    stored = {name: own.half() if own.is_floating_point() else own for name, own in values.items()}
+    stored = {name: x.half() if x.is_floating_point() else x for name, x in values.items()}
     # transformers saves on the first rank of a pipeline only; each of ours proves what its own machine has.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     model.save_pretrained(folder, state_dict=stored)
@@ -232,26 +226,20 @@ def requests(seed: int) -> list[GenerationRequest]:
         [*shared, *tokens(2 * WINDOW)], tokens(2), tokens(WINDOW + 1), [*shared[:WINDOW], *tokens(6)],
     ]  # fmt: skip
     return [
-        GenerationRequest(prompt_token_ids=own, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
-        for own in prompts
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
+        for prompt in prompts
     ]
 
 
-def difference(
-    model: Any,
-    checkpoint: Checkpoint,
-    asked: Sequence[GenerationRequest],
-    engine: type[Engine],
-    options: EngineConfig = EngineConfig(policy=_BLOCK, device="cpu"),
-    link: CopyEngine | None = None,
-) -> float:
-    """Return the largest difference of a log-probability; link: to the device that computes, None for the host."""
-    with _proving():
-        device = torch.device("cpu") if link is None else link.device
-        opened = OpenedModel("", options, checkpoint, tokenizer=None, chat=None, device=device, link=link)
-        with engine(opened, Exchange()) as small:
+def difference(model: Any, opened: OpenedModel, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:
+    """Return the largest difference of a log-probability between a model of transformers, and the same one opened."""
+    token = _is_proving.set(True)
+    try:
+        with silenced(), engine(opened, Pipeline()) as small:
             small.share_every_beginning()
             results = small.run(asked)
+    finally:
+        _is_proving.reset(token)
     largest = 0.0
     for request, result in zip(asked, results):
         if result.error is not None:
@@ -266,7 +254,7 @@ def difference(
         steps = logprobs[len(prompt) - 1 : -1]
         greedy = steps.amax(1) - steps.gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
         found = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
-        largest = max(largest, *(_largest(own) for own in (found - expected, greedy)))
+        largest = max(largest, *map(_largest, (found - expected, greedy)))
     return largest
 
 
@@ -289,13 +277,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if has_bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _proving() -> Iterator[None]:
-    token = _is_proving.set(True)
-    try:
-        with silenced():
-            yield
-    finally:
-        _is_proving.reset(token)

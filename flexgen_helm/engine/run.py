@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter, abc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
-from flexgen_helm.engine.executor import BatchOutput, Executor
-from flexgen_helm.engine.predictions import SequenceOutput
+from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
-from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import MEMORY_ADVICE, SchedulerLimits
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.placement import MEMORY_ADVICE
+from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.request import GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes
-from flexgen_helm.scheduling.scheduler import Scheduler
+from flexgen_helm.scheduling.scheduler import Scheduler, work_items
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
     Request,
-    SamplingParams,
     ScheduledTokens,
     Sequence,
     SequenceKind,
 )
-from flexgen_helm.scheduling.work_items import work_items
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 
@@ -39,38 +33,28 @@ OnResult = Callable[[int, GenerationResult], None]
 _REPORT_EVERY_S = 0.1
 
 
-class Computing(Protocol):
-    """Some of the requests. Tokens computed so far, and expected at the end."""
-
-    expected_tokens: float
-
-    @property
-    def computed_tokens(self) -> float: ...
-
-
 class ResultCollector:
     """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
 
     def __init__(
-        self, num_places: int, on_result: OnResult | None, progress: Callable[[Progress], None] | None
+        self, num_requests: int, on_result: OnResult | None, progress: Callable[[Progress], None] | None
     ) -> None:
-        self._results: list[GenerationResult | None] = [None] * num_places
+        self._results: list[GenerationResult | None] = [None] * num_requests
         self._on_result, self._progress = on_result, progress
         self._began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
-        self.runs: list[Computing] = []
+        self.runs: list[Run] = []
 
-    def deliver(self, place: int, result: GenerationResult) -> None:
-        self._results[place] = result
+    def deliver(self, index: int, result: GenerationResult) -> None:
+        self._results[index] = result
         self._num_finished += 1
         if self._on_result is not None:
-            self._on_result(place, result)
+            self._on_result(index, result)
 
     def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests."""
-        missing = [place for place, result in enumerate(self._results) if result is None]
-        assert not missing, f"requests {missing[:5]} were never answered"
+        assert self._num_finished == len(self._results), "a request was never answered"
         return [result for result in self._results if result is not None]
 
     def report(self, *, at_once: bool = True) -> None:
@@ -89,7 +73,6 @@ class ResultCollector:
 class Run:
     """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline take turns.
 
-    nonfinite_advice: what requests fail with where a value is not finite.
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
     most_at_once: most sequences of a pass, without shared prefixes; at least 1.
@@ -98,21 +81,16 @@ class Run:
 
     def __init__(
         self,
-        config: ModelConfig,
         executor: Executor,
-        cache: KVCache,
-        limits: SchedulerLimits,
-        schedule: Schedule,
-        eos_ids: Collection[int],
-        prefix_cost: PrefixCostModel,
+        plan: RunPlan,
         requests: abc.Sequence[Request],
         answers: ResultCollector,
+        prefix_cost: PrefixCostModel,
     ) -> None:
-        """prefix_cost: what sharing a prefix costs; how much room there is follows from the limits."""
-        self._config, self._executor, self._cache = config, executor, cache
-        self._limits, self._schedule = limits, schedule
-        self._eos_ids, self._prefix_cost, self._answers = eos_ids, prefix_cost, answers
-        self.nonfinite_advice = "the checkpoint may be corrupt: check it with flexgen-helm doctor"
+        """prefix_cost: what sharing a prefix costs; how much room there is follows from the plan's limits."""
+        self._executor, self._cache, self._config = executor, executor.cache, executor.model.config
+        self._limits, self._schedule = plan.limits, plan.schedule
+        self._prefix_cost, self._answers = prefix_cost, answers
         self.halvings = 0
         self.saved_tokens = 0
         self.most_at_once = 1
@@ -122,7 +100,7 @@ class Run:
         self._lengths = AnswerLengths()
         waiting = self._queue(requests)
         self.goes_on = bool(waiting)  # for certain, unless sequences end early
-        self._scheduler = Scheduler(waiting, limits, self._lengths)
+        self._scheduler = Scheduler(waiting, plan.limits, self._lengths)
         self.expected_tokens = self._scheduler.expected_tokens()  # known before its lane's first turn
         answers.runs.append(self)
 
@@ -136,10 +114,10 @@ class Run:
         begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
         return self._done_tokens + begun / self._executor.num_stages
 
-    def start_pass(self, should_stop: Callable[[], bool], others_go_on: bool = False) -> bool:
+    def start_pass(self, should_stop: Callable[[], bool], another_lane: bool = False) -> bool:
         """Compute a pass, or its stages that are here; False if nothing is left to compute.
 
-        others_go_on: a pass of another lane is certain to follow.
+        another_lane: a pass of one is certain to follow.
         Raises `Interrupted`; finished requests were reported.
         """
         batches = self._next_pass()
@@ -149,14 +127,14 @@ class Run:
         at_once = sum(item.sequence.kind is not SequenceKind.SHARED_PREFIX for b in batches for item in b.scheduled)
         self.most_at_once = max(self.most_at_once, at_once)
         self.goes_on = self._scheduler.another_pass_follows(batches)
-        self._pass(batches, self.goes_on or others_go_on, should_stop)
+        self._pass(batches, self.goes_on or another_lane, should_stop)
         return True
 
     def finish_pass(self) -> None:
         """Wait for the outputs of the pass that other ranks have gone on with, if there is one."""
         batches, self._in_flight = self._in_flight, []
         for batch in batches:
-            self._on_batch(self._executor.collect(batch, _sampling))
+            self._on_batch(self._executor.collect(batch))
 
     # Making sequences
 
@@ -210,24 +188,38 @@ class Run:
         num_readers = 0
         for member in dict.fromkeys(members):  # the completions of a request come with it
             if isinstance(member, PrefixNode):
-                num_readers += self._add_prefix(member, prefixes, requests, waiting)
-            else:
-                num_readers += self._add_request(requests[member], prefixes, waiting)
+                prefix = self._shared_prefix(member, prefixes, requests)
+                index = len(waiting)
+                waiting.append(prefix)
+                prefix.num_readers = self._add_sequences(member.members, (*prefixes, prefix), requests, waiting)
+                if prefix.num_readers:
+                    num_readers += prefix.num_readers + 1
+                    prefix.requests = tuple(user for user in prefix.requests if user.error is None)
+                    num_users = sum(requests[user].error is None for user in member.users)
+                    self.saved_tokens += prefix.prompt_len * (num_users - 1)
+                else:  # all its users were refused
+                    del waiting[index]
+                continue
+            request = requests[member]
+            try:
+                prompts = make_sequences(request, prefixes, self._limits, self._cache.shares_prompts)
+            except RequestError as error:
+                request.error = error
+                self._finish(request)
+                continue
+            waiting += prompts
+            self.saved_tokens += (request.num_completions - len(prompts)) * len(request.tokens)
+            num_readers += len(prompts)
         return num_readers
 
-    def _add_prefix(
-        self,
-        node: PrefixNode,
-        prefixes: tuple[Sequence, ...],
-        requests: abc.Sequence[Request],
-        waiting: list[Sequence],
-    ) -> int:
-        users = [requests[place] for place in dict.fromkeys(node.users)]
+    def _shared_prefix(
+        self, node: PrefixNode, prefixes: tuple[Sequence, ...], requests: abc.Sequence[Request]
+    ) -> Sequence:
+        users = [requests[user] for user in dict.fromkeys(node.users)]
         scored = any(user.request.echo_logprobs for user in users)
-        needs_greedy = any(user.request.echo_greedy for user in users)
-        prefix = Sequence(
+        return Sequence(
             SequenceKind.SHARED_PREFIX,
-            (),
+            tuple(users),
             users[0].tokens[node.start : node.end],
             node.end - node.start,
             node.start,
@@ -235,31 +227,10 @@ class Run:
             max_new_tokens=1,
             needs_cache=True,
             needs_scores=scored,
-            needs_greedy=needs_greedy,
+            needs_greedy=any(user.request.echo_greedy for user in users),
             num_top=max(user.request.top_logprobs for user in users),
             next_token=users[0].tokens[node.end] if scored else None,
         )
-        index = len(waiting)
-        waiting.append(prefix)
-        prefix.num_readers = self._add_sequences(node.members, (*prefixes, prefix), requests, waiting)
-        if not prefix.num_readers:  # all its users were refused
-            del waiting[index]
-            return 0
-        prefix.requests = tuple(user for user in users if user.error is None)
-        num_users = sum(requests[place].error is None for place in node.users)
-        self.saved_tokens += (node.end - node.start) * (num_users - 1)
-        return prefix.num_readers + 1
-
-    def _add_request(self, request: Request, prefixes: tuple[Sequence, ...], waiting: list[Sequence]) -> int:
-        try:
-            prompts = make_sequences(request, prefixes, self._limits, self._cache.shares_prompts)
-        except RequestError as error:
-            request.error = error
-            self._finish(request)
-            return 0
-        waiting += prompts
-        self.saved_tokens += (request.num_completions - len(prompts)) * len(request.tokens)
-        return len(prompts)
 
     # Passes
 
@@ -274,7 +245,7 @@ class Run:
             except (MemoryError, MemoryLimitError, RuntimeError) as error:
                 if not isinstance(error, MemoryLimitError) and not _is_out_of_memory(error):
                     raise
-                if not (self._executor.may_reschedule and self._scheduler.preempt_block(regroup.block)):
+                if not (self._executor.model.pipeline.is_whole and self._scheduler.preempt_block(regroup.block)):
                     raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
         # Before the pass takes its prompts from the queue: they are yet to be computed, too.
         self.expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
@@ -296,13 +267,13 @@ class Run:
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, _sampling, on_batch, before_item, another_pass)
+                self._executor.run(batches, items, on_batch, before_item, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._executor.may_reschedule:
+                if not self._executor.model.pipeline.is_whole:
                     raise MemoryLimitError(
                         f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and the "
                         f"ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
@@ -331,22 +302,22 @@ class Run:
         items = output.batch.scheduled
         flops = [self._flops(item, output.batch.is_prefill) for item in items]
         total = sum(flops)
-        for item, own_flops, own in zip(items, flops, output.outputs):
+        for item, item_flops, computed in zip(items, flops, output.outputs):
             requests = item.sequence.requests
             share = 1 / len(requests)
-            seconds = output.seconds * own_flops / total
+            seconds = output.seconds * item_flops / total
             is_prompt = output.batch.is_prefill and not item.sequence.is_recomputed
             for request in requests:
-                request.charge(is_prompt, item.count * share, own_flops * share, seconds * share, len(items))
+                request.charge(is_prompt, item.count * share, item_flops * share, seconds * share, len(items))
             self._done_tokens += item.count
-            self._advance(item.sequence, own)
+            self._advance(item.sequence, computed)
 
     def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
         if output.nonfinite_stage is not None:
             for request in sequence.requests:
-                request.error = NumericalError(
-                    f"a value that is not finite appeared at stage {output.nonfinite_stage}; {self.nonfinite_advice}"
-                )
+                advice = self._executor.model.nonfinite_advice
+                where = f"a value that is not finite appeared at stage {output.nonfinite_stage}"
+                request.error = NumericalError(f"{where}; {advice}")
         if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
             sequence.prompt_logprobs = output.prompt_logprobs
             sequence.prompt_greedy = output.prompt_greedy
@@ -364,7 +335,7 @@ class Run:
             index = sequence.completion + offset
             completion = request.completions[index]
             self._lengths.count_token(request.length_group)
-            if not completion.push(drawn, self._eos_ids):
+            if not completion.push(drawn, self._executor.model.eos_ids):
                 alive.append((index, drawn.token))
             elif completion.finish_reason != "length":
                 self._lengths.count_end(request.length_group)
@@ -427,8 +398,8 @@ class Run:
                 self._release(prefix)
 
     def _finish(self, request: Request) -> None:
-        for place, result in zip(request.places, request.results()):
-            self._answers.deliver(place, result)
+        for index, result in zip(request.indices, request.results()):
+            self._answers.deliver(index, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
         """Return the operations of scheduled tokens: linear layers, attention to what each sees, the head if used."""
@@ -448,16 +419,8 @@ def finish(runs: abc.Sequence[Run], should_stop: Callable[[], bool]) -> None:
     while active:
         for run in list(active):
             run.finish_pass()
-            others = any(other.goes_on for other in active if other is not run)
-            if not run.start_pass(should_stop, others):
+            if not run.start_pass(should_stop, any(lane.goes_on for lane in active if lane is not run)):
                 active.remove(run)
-
-
-def _sampling(sequence: Sequence) -> list[SamplingParams]:
-    """Return how the sequence's next tokens are drawn, one for each completion that it draws for."""
-    first, request = sequence.completion, sequence.request
-    drawn = request.completions[first : first + sequence.num_draws]
-    return [completion.next_sampling(request.tokens) for completion in drawn]
 
 
 def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:

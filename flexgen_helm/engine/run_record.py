@@ -17,7 +17,6 @@ from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
@@ -56,25 +55,11 @@ class EngineIdentity:
 
 
 def run_record(
-    engine: EngineIdentity,
-    plan: RunPlan,
-    tiers: TransferManager,
-    costs: Sequence[Cost],
-    *,
-    num_unique: int,
-    seconds: float,
-    placement: Mapping[str, Mapping[Tier, float]],
-    halvings: int,
-    preemptions: int,
-    workspace_bytes: int,
+    engine: EngineIdentity, plan: RunPlan, tiers: TransferManager, costs: Sequence[Cost], seconds: float
 ) -> dict[str, Any]:
-    """Return the record as plain values; bytes, seconds and fractions.
+    """Return the record as plain values; bytes, seconds and fractions. The engine adds what its run counted.
 
     costs: of each request.
-    num_unique: distinct requests.
-    placement: fractions by tier that weights, cache and activations really had.
-    halvings: how often batches were halved because memory ran out.
-    preemptions: how often a sequence gave its cache back and was computed again.
     """
     figures = throughput(costs, seconds)
     weight_dtype = multiplied_dtype(engine.device, engine.dtype, engine.weight_dtype)
@@ -96,7 +81,7 @@ def run_record(
         },
         "schedule": plan.schedule.name,
         **figures,
-        "workload": {"num_requests": len(costs), "num_unique": num_unique, **figures["workload"]},
+        "workload": {"num_requests": len(costs), **figures["workload"]},
         "wall_s": {"load": engine.load_s, "generate": seconds},
         "bytes": tiers.stats.bytes(),
         "time_s": {
@@ -108,12 +93,8 @@ def run_record(
         "experts": None if engine.experts is None else _experts(engine.experts, tiers.stats.experts),
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
-        "peak_workspace_bytes": workspace_bytes + tiers.peak_transfer_bytes,
-        "halvings": halvings,
-        "preemptions": preemptions,
         "predicted_latency_s": None,
         "roofline_s": figures["flops"] / rate,
-        "achieved_placement": {kind: dict(fractions) for kind, fractions in placement.items()},
         "hardware": {
             "device": "sim" if engine.simulated else str(engine.device),
             "name": device_name(engine.device),

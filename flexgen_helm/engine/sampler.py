@@ -20,11 +20,6 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
-    """Return log sum exp of each row; logits [R, V] -> [R, 1]."""
-    return torch.logsumexp(logits, dim=-1, keepdim=True)
-
-
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits of each row and their tokens, [R, count]; logits [R, V].
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from flexgen_helm.engine.engine import Engine
 
 Context = str | abc.Sequence[int] | abc.Sequence[Mapping[str, Any]]
 ScoredPair = tuple[Context, str | abc.Sequence[int]]
@@ -44,31 +47,20 @@ class EncodedPair:
     continuation: abc.Sequence[int]
 
 
-def score_pairs(
-    pairs: abc.Sequence[ScoredPair],
-    run: Callable[[abc.Sequence[GenerationRequest]], list[GenerationResult]],
-    tokenizer: Tokenizer | None,
-    chat: ChatFormat | None,
-    window: int,
-    truncate: bool,
-) -> list[Score]:
-    """Return the scores of pairs, in order; the arguments are those of `Engine.score`.
-
-    run: answers requests. window: positions of the model; one token more can be scored, for the last is never fed.
-    """
-    scores: dict[int, Score] = {}
-    requests: dict[int, tuple[GenerationRequest, int]] = {}
-    for place, pair in enumerate(pairs):
+def score_pairs(engine: Engine, pairs: abc.Sequence[ScoredPair], truncate: bool) -> list[Score]:
+    """Return the scores of pairs, in order; the arguments are those of `Engine.score`."""
+    scores: list[Score | None] = []
+    lengths, requests = [], []
+    for pair in pairs:
         try:
-            encoded = encode_pair(pair, tokenizer, chat)
-            requests[place] = scoring_request(encoded, window, truncate), len(encoded.continuation)
+            encoded = encode_pair(pair, engine.tokenizer, engine.chat)
+            requests.append(scoring_request(encoded, engine.config.max_positions, truncate))
+            lengths.append(len(encoded.continuation))
+            scores.append(None)
         except RequestError as error:
-            scores[place] = _failed(error)
-    if requests:
-        results = run([request for request, _ in requests.values()])
-        for (place, (_, length)), result in zip(requests.items(), results):
-            scores[place] = read_score(result, length)
-    return [scores[place] for place in range(len(pairs))]
+            scores.append(_failed(error))
+    answered = map(read_score, engine.run(requests) if requests else (), lengths)
+    return [next(answered) if score is None else score for score in scores]
 
 
 def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> EncodedPair:
@@ -100,40 +92,34 @@ def _encode_text_behind(
     known = _tokenizer(tokenizer)
     if isinstance(context, str):
         text = context.rstrip()
-        whole, alone = text + context[len(text) :] + continuation, text
         if not text:
-            return EncodedPair([], known.encode(whole, add_special_tokens=False))
-        ids, whole_ids = known.encode(alone), known.encode(whole)
+            return EncodedPair([], known.encode(context + continuation, add_special_tokens=False))
+        ids, whole = known.encode(text), known.encode(context + continuation)
     elif _is_chat(context):
-        rendered = _rendered(context, chat)
-        assert chat is not None
-        ids, whole_ids = chat.encode_batch([rendered, rendered + continuation])
+        ids, whole = _encode_chat(context, ("", continuation), chat)
     else:
-        ids = _ids("context", context)
-        return EncodedPair(ids, known.encode(continuation, add_special_tokens=False))
+        return EncodedPair(_ids("context", context), known.encode(continuation, add_special_tokens=False))
     #  whole          The capital of France is Paris
     #  its ids        a b c d e f g                  the context alone has six ids, so g is scored behind them
-    return EncodedPair(ids, whole_ids[len(ids) :])
+    return EncodedPair(ids, whole[len(ids) :])
 
 
 def _context_ids(context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> list[int]:
     if isinstance(context, str):
         return _tokenizer(tokenizer).encode(context) if context else []
-    if _is_chat(context):
-        rendered = _rendered(context, chat)
-        assert chat is not None
-        return chat.encode_batch([rendered])[0]
-    return _ids("context", context)
+    return _encode_chat(context, ("",), chat)[0] if _is_chat(context) else _ids("context", context)
 
 
 def _is_chat(context: Context) -> bool:
     return isinstance(context, abc.Sequence) and len(context) > 0 and isinstance(context[0], Mapping)
 
 
-def _rendered(messages: Any, chat: ChatFormat | None) -> str:
+def _encode_chat(messages: Any, endings: abc.Sequence[str], chat: ChatFormat | None) -> list[list[int]]:
+    """Return the ids of messages with each of several endings behind them."""
     if chat is None:
         raise RequestError("this model has no chat template; send a text instead of messages")
-    return chat.render_messages(messages)
+    rendered = chat.render_messages(messages)
+    return chat.encode_batch([rendered + ending for ending in endings])
 
 
 def _ids(what: str, ids: Any) -> list[int]:
@@ -152,28 +138,21 @@ def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 def scoring_request(pair: EncodedPair, window: int, truncate: bool) -> GenerationRequest:
     """Return the request that scores a pair.
 
+    window: positions of the model; one token more can be scored, for the last is never fed.
     Raises `RequestError` for a pair beyond the window; truncate: such a context loses its first tokens instead.
     """
-    pair = _within(pair, window, truncate)
     ids = (*pair.context, *pair.continuation)
-    return GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True, echo_greedy=True)
-
-
-def _within(pair: EncodedPair, window: int, truncate: bool) -> EncodedPair:
-    """Return a pair of at most one token more than the window. Raises `RequestError`."""
-    most, length = window + 1, len(pair.context) + len(pair.continuation)
-    if length <= most:
-        return pair
-    if len(pair.continuation) > window:
+    most, length = window + 1, len(ids)
+    if length > most and len(pair.continuation) > window:
         raise RequestError(
             f"the continuation has {len(pair.continuation)} tokens, beyond the model's window of {window} tokens"
         )
-    if not truncate:
+    if length > most and not truncate:
         raise RequestError(
             f"the pair has {length} tokens, beyond the {most} that a window of {window} tokens can score; shorten the "
             "context, or pass truncate=True to drop its first tokens"
         )
-    return EncodedPair(pair.context[len(pair.continuation) - most :], pair.continuation)
+    return GenerationRequest(prompt_token_ids=ids[-most:], max_tokens=0, echo_logprobs=True, echo_greedy=True)
 
 
 def read_score(result: GenerationResult, length: int) -> Score:

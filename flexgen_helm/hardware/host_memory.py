@@ -6,7 +6,7 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,31 +51,26 @@ class ResidentMemory:
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of the host's tier."""
-        self._limit, self._others = limit, resident_bytes()
+        self._limit, self._elsewhere = limit, resident_bytes()
 
     def hold(self, workspace_bytes: int) -> None:
         """Return freed memory if more is resident than the limit, the workspace, and what is not the engine's."""
-        most = self._limit + self._others + workspace_bytes + UNCOUNTED_BYTES
+        most = self._limit + self._elsewhere + workspace_bytes + UNCOUNTED_BYTES
         if resident_bytes() > most:
             return_freed_memory()
             # What is left is in use. Half of the uncounted bytes remain until the next time.
-            self._others += max(0, resident_bytes() - most + UNCOUNTED_BYTES // 2)
+            self._elsewhere += max(0, resident_bytes() - most + UNCOUNTED_BYTES // 2)
 
 
 def resident_bytes() -> int:
     """Read the bytes of this process that are in memory."""
-    return _reader(os.getpid())()
+    return int(_process(os.getpid()).memory_info().rss)
 
 
 @lru_cache(maxsize=1)
-def _reader(pid: int) -> Callable[[], int]:
-    """Keep the system's file open where it has one, because every item of a pass asks: a tenth of psutil's time."""
-    process = psutil.Process(pid)
-    try:
-        file, page_bytes = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC), os.sysconf("SC_PAGE_SIZE")
-    except (OSError, AttributeError, ValueError):
-        return lambda: int(process.memory_info().rss)
-    return lambda: int(os.pread(file, 100, 0).split()[1]) * page_bytes
+def _process(pid: int) -> psutil.Process:
+    """Keep what every item of a pass asks."""
+    return psutil.Process(pid)
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -87,7 +82,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 # Memory that this process may use: the machine's, or less in a container or a job of a cluster.
 
-MOUNTS, OWN = Path("/proc/mounts"), Path("/proc/self/cgroup")
+MOUNTS, CGROUP = Path("/proc/mounts"), Path("/proc/self/cgroup")
 # By version: the limit, the bytes in use, and of these in memory.stat the files that the kernel drops first.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -117,11 +112,11 @@ class MemoryGroups:
     folder: Path
 
 
-def host_memory(mounts: Path = MOUNTS, own: Path = OWN) -> HostMemory:
+def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
     """Return the machine's memory, or what the control groups of this process leave of it."""
     machine = psutil.virtual_memory()
     found = HostMemory(machine.total, machine.available)
-    groups = memory_groups(mounts, own)
+    groups = memory_groups(mounts, cgroup)
     for limit, room in _limits(groups) if groups is not None else ():
         if room < found.available:
             found = HostMemory(min(limit, found.total), room, limit)
@@ -140,17 +135,17 @@ def lacking_address_space() -> str | None:
     return f"ulimit -v is {size(limit)} of address space, and libraries and threads take {size(least)} before any model"
 
 
-def memory_groups(mounts: Path = MOUNTS, own: Path = OWN) -> MemoryGroups | None:
+def memory_groups(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> MemoryGroups | None:
     """Find the memory controller; version 1 if both are mounted with one. None where there is none."""
     mounted = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
-    own_groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
+    memberships = [line.split(":", 2) for line in cgroup.read_text().splitlines()] if cgroup.is_file() else []
     for _, mount, kind, options, *_ in mounted:
         if kind == "cgroup" and "memory" in options.split(","):
-            path = next((path for _, names, path in own_groups if "memory" in names.split(",")), "/")
+            path = next((path for _, names, path in memberships if "memory" in names.split(",")), "/")
             return _groups(1, Path(mount), path)
     for _, mount, kind, *_ in mounted:
         if kind == "cgroup2":
-            return _groups(2, Path(mount), next((path for number, _, path in own_groups if number == "0"), "/"))
+            return _groups(2, Path(mount), next((path for number, _, path in memberships if number == "0"), "/"))
     return None
 
 

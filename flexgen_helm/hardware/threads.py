@@ -39,14 +39,14 @@ def read_cpu_times() -> CpuTimes:
     # Time that the hypervisor took is missing too; that of guests is part of `user`.
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
     busy = sum(getattr(times, kind, 0.0) for times in of_cores for kind in kinds)
-    own = process.cpu_times()
-    return CpuTimes(time.monotonic(), busy, own.user + own.system)
+    used = process.cpu_times()
+    return CpuTimes(time.monotonic(), busy, used.user + used.system)
 
 
 def busy_cores(earlier: CpuTimes, later: CpuTimes) -> float:
     """Return how many cores other programs took, on average between two readings."""
-    others = (later.all_s - earlier.all_s) - (later.own_s - earlier.own_s)
-    return max(0.0, others / (later.at - earlier.at))
+    busy = (later.all_s - earlier.all_s) - (later.own_s - earlier.own_s)
+    return max(0.0, busy / (later.at - earlier.at))
 
 
 class ThreadGovernor:

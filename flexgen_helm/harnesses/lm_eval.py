@@ -5,7 +5,7 @@
     generate_until         (context, settings)     -> ids -> a request that draws  -> text before the first stop string
 
 All requests of a call are one block of the service, so their answers go to the response cache. Encoding is the
-harness's own: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
+harness's: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
 
 The harness's main branch finds the class by the entry point `flexgen` of the group `lm_eval.models`; a release without
 that needs `register()`.
@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -76,14 +76,6 @@ class _Generation(NamedTuple):
     request: GenerationRequest
     stops: list[str]
     excess: int
-
-
-class _PairError(Exception):
-    """A pair that cannot be scored. index: of the pair in its call."""
-
-    def __init__(self, index: int, text: str) -> None:
-        super().__init__(text)
-        self.index = index
 
 
 def register() -> None:
@@ -185,8 +177,15 @@ class FlexgenLM(TemplateLM):
         self._chat = reader.chat(self._model)
         self._generation_settings = read_generation(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
-        self._think_end = think_end_token
-        if self._think_end is None and self._model.config.thinking_budget is not None:
+        end = think_end_token
+        ids = [end] if isinstance(end, int) else self.tokenizer.encode(end or "", add_special_tokens=False)
+        self._end_id = ids[0] if len(ids) == 1 else None
+        self._end_text = None if isinstance(end, int) else end
+        # The engine knows `</think>` only: behind another end the harness's own cut does what stop strings would.
+        self._engine_thinks = (self.tokenizer.decode([end]) if isinstance(end, int) else end) == END.decode()
+        self._has_end = end is not None
+        self._scored: Sequence[Instance] = ()  # whose documents errors name
+        if end is None and self._model.config.thinking_budget is not None:
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
@@ -287,15 +286,12 @@ class FlexgenLM(TemplateLM):
             with _naming(request):
                 if not request.args[1]:
                     raise RequestError("the continuation is empty, and has no score")
-        try:
-            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        except _PairError as error:
-            with _naming(requests[error.index]):
-                raise RequestError(str(error)) from error
+        self._scored = requests
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score (texts, context, continuation), the last two as ids; a long context loses its first tokens."""
-        scores = self._score([(context, continuation) for _, context, continuation in requests])
+        scores = self._score([(context, continuation) for _, context, continuation in requests], self._scored)
         for (texts, _, _), score in zip(requests, scores):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.logprob, score.is_greedy) for score in scores]
@@ -309,24 +305,22 @@ class FlexgenLM(TemplateLM):
             ]
             for text in texts
         ]
-        try:
-            scores = iter(self._score([window for own in windows for window in own]))
-        except _PairError as error:
-            raise RequestError(str(error)) from error
-        sums = [math.fsum(next(scores).logprob for _ in own) for own in windows]
+        scores = iter(self._score([window for of_text in windows for window in of_text]))
+        sums = [math.fsum(next(scores).logprob for _ in of_text) for of_text in windows]
         for text, total in zip(texts, sums):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return sums
 
-    def _score(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def _score(
+        self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], instances: Sequence[Instance] = ()
+    ) -> list[Score]:
+        """Score pairs of context and continuation; instances: those that errors name."""
         encoded = [EncodedPair(context, continuation) for context, continuation in pairs]
         _say_cut(len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded)
         scoring = []
         for index, pair in enumerate(encoded):
-            try:
+            with _naming(instances[index]) if instances else nullcontext():
                 scoring.append(scoring_request(pair, self.max_length, truncate=True))
-            except RequestError as error:
-                raise _PairError(index, str(error)) from error
         results = self._answer(scoring)
         return [read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)]
 
@@ -375,9 +369,8 @@ class FlexgenLM(TemplateLM):
         ids = self.tok_encode(context)
         # The text of EOS ends an answer for the harness.
         stops = [stop for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text) if stop]
-        thinking = self._chat.thinking(context) if self._ends_as_known else None
-        # The engine knows `</think>` only: behind another end the harness's own cut does what stop strings would.
-        while_drawing = stops if self._think_end is None or thinking is not None else []
+        thinking = self._chat.thinking(context) if self._engine_thinks else None
+        while_drawing = stops if not self._has_end or thinking is not None else []
         request = GenerationRequest(
             prompt_token_ids=tuple(ids[-room:]),
             max_tokens=known["max_gen_toks"],
@@ -391,23 +384,12 @@ class FlexgenLM(TemplateLM):
 
     def _text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
-        ids, end = list(completion.token_ids), self._think_end
-        end_id, end_text = (end, None) if isinstance(end, int) else (self._id_of(end), end)
-        if end_id not in ids:
-            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end_text))
+        ids = list(completion.token_ids)
+        if self._end_id not in ids:
+            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, self._end_text))
         # By id: a special token has no text in an answer.
-        behind = ids[len(ids) - ids[::-1].index(end_id) :]
+        behind = ids[len(ids) - ids[::-1].index(self._end_id) :]
         return str(postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None))
-
-    def _id_of(self, text: str | None) -> int | None:
-        """Return the token that has this text; None where it is none or several."""
-        ids = [] if text is None else self.tokenizer.encode(text, add_special_tokens=False)
-        return ids[0] if len(ids) == 1 else None
-
-    @property
-    def _ends_as_known(self) -> bool:
-        end = self._think_end
-        return (self.tokenizer.decode([end]) if isinstance(end, int) else end) == END.decode()
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Compute requests as one block. Raises the first error of a request, after all others are stored."""

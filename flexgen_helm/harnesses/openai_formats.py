@@ -12,10 +12,11 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import question
@@ -30,13 +31,11 @@ from flexgen_helm.request import (
 from flexgen_helm.service.service import KeyedRequest, request_key
 
 if TYPE_CHECKING:
-    from flexgen_helm.service.prompt_encoder import PromptEncoder
+    from flexgen_helm.service.models import PromptEncoder
     from flexgen_helm.tokenizer.chat import ChatFormat
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-Endpoint = Literal["completions", "chat"]
-ENDPOINTS: Mapping[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 # More than any evaluation sends in one line; each is a request.
 MAX_PROMPTS = 10_000
@@ -67,28 +66,89 @@ def error_body(error: Exception) -> Json:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A checked body.
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1)]
 
-    prompts: texts or token ids; of a chat its messages alone.
-    max_tokens: None for all that the window has room for.
-    logprobs: how many of the most probable tokens are wanted at each place; None without log-probabilities.
-    seed: None where the body has none.
+
+class Asked(BaseModel):
+    """A checked body; descriptions are what messages say of a field.
+
+    max_tokens: None for all that the window has room for. seed: None where the body has none.
     """
 
-    endpoint: Endpoint
-    model: str | None
-    prompts: tuple[Any, ...]
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    n: int
-    seed: int | None
-    stop: tuple[str, ...]
-    echo: bool
-    logprobs: int | None
-    ignore_eos: bool
+    model_config = ConfigDict(strict=True, frozen=True)
+    model: str | None = Field(None, description="a string")
+    max_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
+    temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
+    top_p: float = Field(1.0, ge=0, le=1, description="a number from 0 to 1")
+    n: int = Field(1, ge=1, le=MAX_COMPLETIONS, description=f"a whole number, from 1 to {MAX_COMPLETIONS:,}")
+    # Seeds of OpenAI are 64-bit numbers.
+    seed: int | None = Field(
+        None, ge=-(2**63), le=2**63 - 1, description=f"a whole number, from {-(2**63):,} to {2**63 - 1:,}"
+    )
+    stop: _Text | list[_Text] = Field([], description="a text or a list of texts")
+    user: str | None = Field(None, description="a string")
+    ignore_eos: bool = Field(False, description="true or false")
+    stream: bool = Field(False, description="true or false")
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = Field(
+        {}, description="an object with include_usage, true or false"
+    )
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """Texts or token ids; of a chat its messages alone."""
+        raise NotImplementedError
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many of the most probable tokens are wanted at each position; None without log-probabilities."""
+        raise NotImplementedError
+
+
+class AskedText(Asked):
+    """A body of /v1/completions."""
+
+    max_tokens: int | None = Field(COMPLETION_TOKENS, ge=0, description="a whole number, 0 or more")
+    prompt: str | _Ids | Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(
+        description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS:,} such"
+    )
+    echo: bool = Field(False, description="true or false")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number, from 0 to {MAX_TOP_LOGPROBS}"
+    )
+    best_of: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return (self.prompt,) if is_one else self.prompt
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class AskedChat(Asked):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Json]
+    max_completion_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
+    logprobs: bool = Field(False, description="true or false")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number, from 0 to {MAX_TOP_LOGPROBS}")
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        return (self.messages,)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+ENDPOINTS: Mapping[str, type[AskedText | AskedChat]] = {
+    "/v1/completions": AskedText,
+    "/v1/chat/completions": AskedChat,
+}
 
 
 @dataclass(frozen=True)
@@ -124,50 +184,39 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def parse_body(url: str, body: Any) -> Asked:
+def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
     """Return a checked body. Raises `ApiError` with one sentence that names the field."""
-    endpoint = ENDPOINTS.get(url) if isinstance(url, str) else None
-    if endpoint is None:
+    kind = ENDPOINTS.get(url) if isinstance(url, str) else None
+    if kind is None:
         raise ApiError(f"url is {_short(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
     if not isinstance(body, dict):
         raise ApiError(f"body is {_short(body)}; it must be an object", "body")
     given = {name: value for name, value in body.items() if value is not None}
-    is_chat = endpoint == "chat"
-    known = {**_FIELDS, **(_CHAT_FIELDS if is_chat else _TEXT_FIELDS)}
-    for name, value in given.items():
-        if name in known:
-            known[name](name, value)
-        elif name not in _NEUTRAL:
+    streaming = () if may_stream else ("stream", "stream_options")
+    known = [name for name in kind.model_fields if name not in streaming]
+    for name in [name for name in given if name not in known]:
+        if name not in _NEUTRAL:
             meant = question(name, known)
             raise ApiError(f"{_short(name)} is not supported by {url}; {meant}known are {', '.join(known)}", name[:60])
-        elif not any(value == neutral and type(value) is not bool or value is neutral for neutral in _NEUTRAL[name]):
+        value = given.pop(name)
+        if not any(value == neutral and type(value) is not bool or value is neutral for neutral in _NEUTRAL[name]):
             raise ApiError(f"{name} is {_short(value)}, which is not supported; leave it out", name)
-    temperature = float(given.get("temperature", 1.0))
-    n, echo = given.get("n", 1), given.get("echo", False)
-    if given.get("best_of", n) != n:
+    if kind is AskedChat:
+        given["messages"] = _messages(given.get("messages"))
+    try:
+        asked = kind.model_validate(given)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+        name = str(wrong[0]["loc"][0])
+        if any(detail["type"] == "string_unicode" for detail in wrong):
+            raise ApiError(f"{name} is not valid Unicode", name) from None
+        expected = kind.model_fields[name].description
+        raise ApiError(f"{name} is {_short(given.get(name))}; it must be {expected}", name) from None
+    if given.get("best_of", asked.n) != asked.n:
         raise ApiError(f"best_of is {given['best_of']}, which is not supported beyond n; leave it out", "best_of")
-    alternatives = given.get("top_logprobs" if is_chat else "logprobs", 0)
-    if alternatives and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
         raise ApiError("top_logprobs needs logprobs", "top_logprobs")
-    if is_chat:
-        prompts: tuple[Any, ...] = (_messages(given),)
-    else:
-        prompts = _prompts(given.get("prompt"))
-    default = None if is_chat else COMPLETION_TOKENS
-    return Asked(
-        endpoint,
-        given.get("model"),
-        prompts,
-        given.get("max_completion_tokens", given.get("max_tokens", default)),
-        temperature,
-        float(given.get("top_p", 1.0)),
-        n,
-        given.get("seed"),
-        _stops(given.get("stop", ())),
-        echo,
-        None if given.get("logprobs", False) is False else alternatives,
-        given.get("ignore_eos", False),
-    )
+    return asked
 
 
 def to_requests(
@@ -179,9 +228,11 @@ def to_requests(
     Raises `RequestError` for a text that cannot be encoded, and messages that the template refuses.
     """
     encoded = []
-    for place, prompt in enumerate(asked.prompts):
+    wanted = asked.max_completion_tokens if isinstance(asked, AskedChat) else None
+    wanted = asked.max_tokens if wanted is None else wanted
+    for index, prompt in enumerate(asked.prompts):
         thinking = None
-        if asked.endpoint == "chat":
+        if isinstance(asked, AskedChat):
             assert chat is not None
             text = chat.render_messages(prompt)
             ids, thinking = encoder.encode(text), chat.thinking(text)
@@ -190,21 +241,20 @@ def to_requests(
             text, ids = prompt, encoder.encode(prompt)
             fed = (*encoder.context_tokens(ids), *ids)
         else:
-            text, ids = encoder.tokenizer.decode(prompt), prompt
+            text, ids = encoder.tokenizer.decode(prompt), tuple(prompt)
             fed = ids
-        max_tokens = max(1, max_positions - len(fed)) if asked.max_tokens is None else asked.max_tokens
         request = GenerationRequest(
             prompt_token_ids=fed,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_positions - len(fed)) if wanted is None else wanted,
             temperature=asked.temperature,
             top_p=asked.top_p,
-            seed=_seed(asked, f"{unseeded}/{place}"),
-            stop=asked.stop,
+            seed=_seed(asked, f"{unseeded}/{index}"),
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             n=asked.n,
-            echo_logprobs=asked.echo and asked.logprobs is not None,
+            echo_logprobs=isinstance(asked, AskedText) and asked.echo and asked.logprobs is not None,
             ignore_eos=asked.ignore_eos,
             thinking=thinking,
-            top_logprobs=asked.logprobs or 0,
+            top_logprobs=asked.num_alternatives or 0,
         )
         request.validate()
         identity = chat.identity if thinking is not None and chat is not None else None
@@ -228,30 +278,28 @@ def to_body(
     prompts: Sequence[EncodedPrompt],
     results: Sequence[GenerationResult],
     tokenizer: Tokenizer,
-    *,
-    model: str,
-    identity: str,
-    created: int,
+    head: Json,
 ) -> Json:
     """Return the body of a successful response.
 
-    results: of the prompts, in order. model: the name that is given back. identity: ends the body's `id`.
+    results: of the prompts, in order. head: `id`, `created` and `model` as they are given back; `id` gets a prefix.
     """
-    is_chat = asked.endpoint == "chat"
+    is_chat = isinstance(asked, AskedChat)
     choices: list[Json] = []
     for prompt, result in zip(prompts, results, strict=True):
         for completion in result.completions:
-            choice = _message(asked, completion, tokenizer) if is_chat else _text(asked, prompt, result, completion,
-                                                                                 tokenizer)  # fmt: skip
+            if isinstance(asked, AskedText):
+                choice = _text(asked, prompt, result, completion, tokenizer)
+            else:
+                choice = _message(asked, completion, tokenizer)
             finish_reason = "length" if completion.finish_reason == "length" else "stop"
             choices.append({"index": len(choices), **choice, "finish_reason": finish_reason})
     prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
     completion_tokens = sum(result.cost.output_tokens for result in results)
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{identity}",
+        **head,
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{head['id']}",
         "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": model,
         "choices": choices,
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -263,16 +311,14 @@ def to_body(
 
 def _message(asked: Asked, completion: Completion, tokenizer: Tokenizer) -> Json:
     logprobs = None
-    if asked.logprobs is not None:
+    if asked.num_alternatives is not None:
         tokens = [*zip(completion.tokens, completion.token_ids, completion.logprobs)]
         tops = completion.top_logprobs or [()] * len(tokens)
         logprobs = {
             "content": [
                 {
                     **_token(text, token, logprob, tokenizer),
-                    "top_logprobs": [
-                        _token(_text_of(other, tokenizer), other, value, tokenizer) for other, value in top
-                    ],
+                    "top_logprobs": [_token(_text_of(id_, tokenizer), id_, value, tokenizer) for id_, value in top],
                 }
                 for (text, token, logprob), top in zip(tokens, tops, strict=True)
             ]
@@ -290,10 +336,10 @@ def _text_of(token: int, tokenizer: Tokenizer) -> str:
 
 
 def _text(
-    asked: Asked, prompt: EncodedPrompt, result: GenerationResult, completion: Completion, tokenizer: Tokenizer
+    asked: AskedText, prompt: EncodedPrompt, result: GenerationResult, completion: Completion, tokenizer: Tokenizer
 ) -> Json:
     text = prompt.text + completion.text if asked.echo else completion.text
-    if asked.logprobs is None:
+    if asked.num_alternatives is None:
         return {"text": text, "logprobs": None}
     ids, tokens = [*completion.token_ids], [*completion.tokens]
     scores: list[float | None] = [*completion.logprobs]
@@ -325,9 +371,10 @@ def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> d
     return found
 
 
-def to_events(asked: Asked, body: Json, with_usage: bool) -> list[Json]:
-    """Return the events of a stream that sends a body in one piece; with_usage: and its usage in a last one."""
-    is_chat = asked.endpoint == "chat"
+def to_events(asked: Asked, body: Json) -> list[Json]:
+    """Return the events of a stream that sends a body in one piece, and its usage in a last one where it is asked."""
+    with_usage = asked.stream_options.get("include_usage", False)
+    is_chat = isinstance(asked, AskedChat)
     common = {name: body[name] for name in ("id", "created", "model")}
     common["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     common |= {"usage": None} if with_usage else {}
@@ -356,65 +403,9 @@ def _short(value: Any) -> str:
     return repr(value)[:60].encode("ascii", "backslashreplace").decode()
 
 
-def _whole(low: int, high: float = math.inf) -> Callable[[str, Any], None]:
-    bounds = f"{low} or more" if high == math.inf else f"from {low:,} to {high:,}"
-
-    def check(name: str, value: Any) -> None:
-        if type(value) is not int or not low <= value <= high:
-            raise ApiError(f"{name} is {_short(value)}; it must be a whole number, {bounds}", name)
-
-    return check
-
-
-def _number(low: float, high: float) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise ApiError(f"{name} is {_short(value)}; it must be a number from {low:g} to {high:g}", name)
-
-    return check
-
-
-def _flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise ApiError(f"{name} is {_short(value)}; it must be true or false", name)
-
-
-def _string(name: str, value: Any) -> None:
-    if type(value) is not str:
-        raise ApiError(f"{name} is {_short(value)}; it must be a string", name)
-
-
-def _anything(name: str, value: Any) -> None:
-    """Leave the check to what takes the field."""
-
-
-# Whatever a deployment asks of the engine; seeds of OpenAI are 64-bit numbers.
-_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
-    "model": _string,
-    "max_tokens": _whole(0),
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "n": _whole(1, MAX_COMPLETIONS),
-    "seed": _whole(-(2**63), 2**63 - 1),
-    "stop": _anything,
-    "user": _string,
-    "ignore_eos": _flag,
-}
-_TEXT_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
-    "prompt": _anything,
-    "echo": _flag,
-    "logprobs": _whole(0, MAX_TOP_LOGPROBS),
-    "best_of": _whole(1),
-}
-_CHAT_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
-    "messages": _anything,
-    "max_completion_tokens": _whole(0),
-    "logprobs": _flag,
-    "top_logprobs": _whole(0, MAX_TOP_LOGPROBS),
-}
 # What changes nothing at these values, and is refused at others.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False,),
+    "stream": (False,),  # in a batch
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -427,47 +418,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _stops(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
-        raise ApiError(f"stop is {_short(stop)}; it must be a text or a list of texts", "stop")
-    return tuple(stops)
-
-
-def _prompts(prompt: Any) -> tuple[Any, ...]:
-    """Return texts and ids of a prompt: a text, a list of ids, or a list of texts or of lists of ids."""
-    wrong = ApiError(
-        f"prompt is {_short(prompt)}; it must be a text, a list of token ids, or a list of up to {MAX_PROMPTS:,} such",
-        "prompt",
-    )
-    if isinstance(prompt, str):
-        return (prompt,)
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong
-    if all(type(token) is int for token in prompt):
-        return (tuple(prompt),)
-    prompts = [tuple(part) if isinstance(part, list) else part for part in prompt]
-    for part in prompts:
-        is_ids = isinstance(part, tuple) and part and all(type(token) is int for token in part)
-        if not isinstance(part, str) and not is_ids:
-            raise wrong
-    if len(prompts) > MAX_PROMPTS:
-        raise wrong
-    return tuple(prompts)
-
-
-def _messages(given: Mapping[str, Any]) -> list[Json]:
-    messages = given.get("messages")
+def _messages(messages: Any) -> list[Json]:
     if not isinstance(messages, list) or not messages:
         raise ApiError(f"messages is {_short(messages)}; it must be a list of at least one message", "messages")
     cleaned = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ApiError(f"messages.{place} is {_short(message)}; it must be an object", "messages")
+            raise ApiError(f"messages.{index} is {_short(message)}; it must be an object", "messages")
         message = {name: value for name, value in message.items() if value is not None}
         if unknown := sorted(set(message) - {"role", "content", "name"}):
-            raise ApiError(f"messages.{place} has {_short(unknown[0])}, which is not supported", "messages")
+            raise ApiError(f"messages.{index} has {_short(unknown[0])}, which is not supported", "messages")
         if "content" not in message:
-            raise ApiError(f"messages.{place} has no content", "messages")
+            raise ApiError(f"messages.{index} has no content", "messages")
         cleaned.append(message)
     return cleaned

@@ -4,7 +4,7 @@
     GET  /v1/models, /v1/models/NAME, /health
 
 A request passes three gates before it is computed: who asks (key, Host, Origin), how much (bytes and seconds of its
-body), and how many wait already. What is admitted is gathered by the service with all others, computed as a block, and
+body), and how many wait already. What is admitted is gathered by the service with the rest, computed as a block, and
 stored in the response cache, also where its client has gone. An equal request joins it.
 
 Equal requests without a seed draw different tokens. The first, second, … of them draw the same in every process, so a
@@ -44,6 +44,7 @@ from flexgen_helm.harnesses.openai_formats import (
     ENDPOINTS,
     ApiError,
     Asked,
+    AskedChat,
     EncodedPrompt,
     Json,
     error_body,
@@ -177,7 +178,7 @@ class OpenAIServer:
 
     async def _complete(self, request: Request) -> Response:
         content = await self._read(request)
-        asked, stream, identity = await self._in_thread(_parse, request.url.path, content)
+        asked, identity = await self._in_thread(_parse, request.url.path, content)
         del content
         self._check_model(asked.model)
         async with self._admitted(asked):
@@ -187,14 +188,14 @@ class OpenAIServer:
                 unseeded = f"{identity.hex()}/{self._draws[identity]}"
             prompts = await self._in_thread(self._encode, asked, unseeded)
             results = await self._results(prompts)
-            return await self._in_thread(self._respond, asked, prompts, results, stream)
+            return await self._in_thread(self._respond, asked, prompts, results)
 
     async def _in_thread(self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments) -> _T:
         return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
 
     def _encode(self, asked: Asked, unseeded: str) -> list[EncodedPrompt]:
         model, reader = self._model.arguments, self._reader
-        chat = reader.chat(model) if asked.endpoint == "chat" else None
+        chat = reader.chat(model) if isinstance(asked, AskedChat) else None
         return to_requests(asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded)
 
     async def _results(self, prompts: Sequence[EncodedPrompt]) -> list[GenerationResult]:
@@ -226,18 +227,15 @@ class OpenAIServer:
             raise failed
         return results
 
-    def _respond(
-        self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult], stream: _Stream
-    ) -> Response:
+    def _respond(self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult]) -> Response:
         tokenizer = self._reader.encoder(self._model.arguments).tokenizer
         identity = hashlib.sha256("".join(prompt.request.key for prompt in prompts).encode()).hexdigest()[:24]
-        body = to_body(
-            asked, prompts, results, tokenizer, model=self._model.name, identity=identity, created=int(time.time())
-        )
+        head = {"id": identity, "created": int(time.time()), "model": self._model.name}
+        body = to_body(asked, prompts, results, tokenizer, head)
         self.num_answered += 1
-        if not stream.wanted:
+        if not asked.stream:
             return _json(body)
-        events = [json.dumps(event, allow_nan=False) for event in to_events(asked, body, stream.with_usage)]
+        events = [json.dumps(event, allow_nan=False) for event in to_events(asked, body)]
         text = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
         return Response(text, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -317,28 +315,6 @@ class OpenAIServer:
             self._num_waiting -= count
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """How the answer is sent; what is wanted as a stream comes in one piece."""
-
-    wanted: bool = False
-    with_usage: bool = False
-
-    @classmethod
-    def taken_from(cls, body: Any) -> _Stream:
-        """Take `stream` and `stream_options` out of a body."""
-        if not isinstance(body, dict):
-            return cls()
-        wanted, options = body.pop("stream", None), body.pop("stream_options", None)
-        if wanted not in (None, False, True) or type(wanted) is int:
-            raise ApiError(f"stream is {str(wanted)[:60]!a}; it must be true or false", "stream")
-        given = options or {}
-        known = {"include_usage", "include_obfuscation"}
-        if not isinstance(given, Mapping) or set(given) - known or not all(type(v) is bool for v in given.values()):
-            raise ApiError("stream_options has more than include_usage, true or false", "stream_options")
-        return cls(bool(wanted), given.get("include_usage", False))
-
-
 def is_loopback(host: str) -> bool:
     """Whether a host, by address or name, is this machine for itself; other names may lead anywhere."""
     with suppress(ValueError):
@@ -395,14 +371,14 @@ class _Server(uvicorn.Server):
         self._call_stop()
 
 
-def _parse(url: str, content: bytes) -> tuple[Asked, _Stream, bytes | None]:
-    """Return a checked body, how its answer is sent, and its digest if it draws without a seed."""
+def _parse(url: str, content: bytes) -> tuple[Asked, bytes | None]:
+    """Return a checked body, and its digest if it draws without a seed."""
     body = parse_json(content, "the body", "utf-8")
-    stream = _Stream.taken_from(body)
-    asked = parse_body(url, body)
+    asked = parse_body(url, body, may_stream=True)
     if not asked.temperature or asked.seed is not None:
-        return asked, stream, None
-    return asked, stream, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        return asked, None
+    drawn = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    return asked, hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).digest()
 
 
 def _host_name(host: str) -> str:

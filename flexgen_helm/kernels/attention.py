@@ -284,11 +284,12 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
         caches = normal(2, 2, 2, 90, dim).to(dtype)  # two sequences, the second in two steps
         at_first, rest = first.at_caches(*caches), second.at_caches(*caches[..., 30:, :])
         for way in ways:
-            yield (
-                lambda way=way, seen=(at_first, rest): _joined(  # type: ignore[misc]
-                    *attend_segments(q[:2], seen[1], *way, before=attend_segments(q[:2], seen[0], *way))
-                )
-            )
+
+            def in_two_steps(way: Way = way, first: Segments = at_first, rest: Segments = rest) -> Tensor:
+                before = attend_segments(q[:2], first, way.scale, way.window, way.softcap, way.slopes)
+                return _joined(*attend_segments(q[:2], rest, way.scale, way.window, way.softcap, way.slopes, before))
+
+            yield in_two_steps
 
 
 def _joined(out: Tensor, lse: Tensor) -> Tensor:

@@ -11,32 +11,96 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.kv_cache.codec import KeysValues, NewTokens, Planes, make_codec
-from flexgen_helm.kv_cache.file_layout import file_layout
-from flexgen_helm.kv_cache.residual_window import ResidualWindow
+from flexgen_helm.kv_cache.codec import (
+    KeysValues,
+    NewTokens,
+    Planes,
+    QuantizedCodec,
+    ResidualWindow,
+    make_codec,
+    zeros,
+)
 from flexgen_helm.kv_cache.storage import (
-    BlockStates,
-    DeviceStorage,
     DiskStorage,
     HostStorage,
-    MemoryPlanes,
+    MemoryStorage,
     SlotSource,
     Storage,
-    joined,
+    file_layout,
 )
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.attention import TopK
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.offload.staging import Allocation
-from flexgen_helm.offload.transfer_manager import HostPool, TransferManager
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled, state_bytes
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+
+
+class BlockStates:
+    """States of layers that keep one of a sequence instead of its keys and values, on the compute device.
+
+    Of each layer that has them two versions, [2, slots, elements] in float32.
+    """
+
+    def __init__(self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool) -> None:
+        """elements: of each layer, 0 for one without states.
+
+        one_layer: all layers share one tensor (`KVCache`).
+        """
+        self._block, self._one_layer = block, one_layer
+        sizes = [max(elements)] if one_layer else elements
+        self._layers = [zeros((2, block.num_slots, size), device, torch.float32) if size else None for size in sizes]
+        self._elements = elements
+        self._read = [0] * len(sizes)  # the version that the last pass read
+        self._pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)  # that pass, by what was to come
+
+    def begin(self, layer: int, slot: int, state: Tensor) -> None:
+        """Store the state [1, elements] behind a prompt, in both versions."""
+        self._tensor(layer)[:, slot] = state
+
+    def newest(self, layer: int, slot: int) -> Tensor:
+        """Return the state [1, elements] of a sequence that does not decode."""
+        return self._tensor(layer)[0, slot : slot + 1]
+
+    def before(self, layer: int) -> Tensor:
+        """Return the states [B, elements] before the next token; the same for the same token."""
+        first, number = self._block.sequences[0], self._number(layer)
+        now = first, first.num_computed
+        if self._pass[number] != now:
+            self._read[number], self._pass[number] = 1 - self._read[number], now
+        return self._tensor(layer)[self._read[number], : len(self._block.sequences)]
+
+    def write(self, layer: int, states: Tensor) -> None:
+        """Store the states [B, elements] behind the token that `before` was asked for."""
+        self._tensor(layer)[1 - self._read[self._number(layer)], : len(states)] = states
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot to another."""
+        for tensor in self._layers:
+            if tensor is not None:
+                tensor[:, target] = tensor[:, source]
+
+    def copy_slot(self, target: int, states: BlockStates, source: int) -> None:
+        """Make a slot a copy of another block's, as its last pass left it."""
+        for new, old, read in zip(self._layers, states._layers, states._read):
+            if new is not None and old is not None:
+                new[:, target] = old[1 - read, source]
+
+    def _number(self, layer: int) -> int:
+        return 0 if self._one_layer else layer
+
+    def _tensor(self, layer: int) -> Tensor:
+        tensor = self._layers[self._number(layer)]
+        assert tensor is not None
+        return tensor[..., : self._elements[layer]]
 
 
 @dataclass(eq=False)
@@ -90,7 +154,7 @@ class KVCache:
         """
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self.one_layer, self._names_tiers = one_layer, names_tiers
-        self._num_layers, self._num_heads = 1 if one_layer else config.num_cache_layers, config.num_kv_heads
+        self._num_layers = 1 if one_layer else config.num_cache_layers
         self._stored_layers = tuple(number if number is None or not one_layer else 0 for number in config.cache_layers)
         self._writers = {number: layer for layer, number in reversed([*enumerate(self._stored_layers)])}
         self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
@@ -146,7 +210,7 @@ class KVCache:
             return
         cache.window.append(layer, new, k, v)
         for group in new.groups:
-            keys, values = cache.window.group(layer, group.units.on_device[0], group.window_places)
+            keys, values = cache.window.group(layer, group.units.on_device[0], group.window_index)
             cache.storage.append(layer, group.units, self.codec.encode(keys, values))
 
     # States of layers that keep them
@@ -180,13 +244,13 @@ class KVCache:
             assert cache.window is not None
             return cache.window.read(layer, part.seen_quantized)
         planes = self._read(cache, layer, part.sequences, slice(0, part.num_units))
-        return self.codec.decode_keys(planes), self.codec.decode_values(planes)
+        return self.codec.decode(0, planes[0]), self.codec.decode(1, planes[1])
 
     def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
         """Return the keys [B, Hk, S, D] of a stored part, by which values are selected."""
         units = slice(0, part.num_units)
         planes = self._read(self._blocks[block], self._stored_layer(layer), part.sequences, units)
-        return self.codec.decode_keys(planes)
+        return self.codec.decode(0, planes[0])
 
     def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
         """Return the values [B, Hk, k, D] of selected keys; no others are brought."""
@@ -203,7 +267,8 @@ class KVCache:
         first, last = part.first // size, -(-part.last // size)
         planes = self._read(cache, layer, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
-        return self.codec.decode_keys(planes)[0, :, tokens], self.codec.decode_values(planes)[0, :, tokens]
+        keys, values = (self.codec.decode(half, plane)[0, :, tokens] for half, plane in enumerate(planes))
+        return keys, values
 
     def prefetch(self, block: CacheBlock, layer: int) -> None:
         """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
@@ -255,7 +320,7 @@ class KVCache:
             tier = self._choose_tier(block, num_bytes)
         try:
             slots = [
-                SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
+                SlotSource(old[source].storage.settled(), slot, sequence.num_computed // self.codec.group_tokens)
                 for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
             ]
             new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
@@ -307,12 +372,9 @@ class KVCache:
     def _open(self, block: CacheBlock) -> _BlockCache:
         cache = self._blocks.get(block)
         if cache is None:
-            cache = self._blocks[block] = self._new(block)
+            tier = self._choose_tier(block, self._storage_bytes(block))
+            cache = self._blocks[block] = self._claimed(block, tier, self._storage_bytes(block, tier))
         return cache
-
-    def _new(self, block: CacheBlock) -> _BlockCache:
-        tier = self._choose_tier(block, self._storage_bytes(block))
-        return self._claimed(block, tier, self._storage_bytes(block, tier))
 
     def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
         """Return the bytes of a block's storage; a file has whole pages."""
@@ -335,8 +397,8 @@ class KVCache:
             storage = self._new_storage(block, tier, claim, sources)
             try:
                 window = None
-                if codec.window_tokens:
-                    window = ResidualWindow(block, codec, layers, self._tiers.device, self._num_heads, self._dtype)
+                if isinstance(codec, QuantizedCodec):
+                    window = ResidualWindow(block, codec, layers, self._tiers.device)
                 states = BlockStates(block, self._states, self._tiers.device, self.one_layer)
             except BaseException:
                 storage.close()
@@ -355,17 +417,24 @@ class KVCache:
             file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
             return DiskStorage(tiers, codec, block, layout, file)
         is_fetched = tier != tiers.compute_tier and not self._cpu_attention
-        memory: torch.device | HostPool = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
-        if (pool := tiers.host_pool) is not None and tier == "cpu":
-            if is_fetched:
-                memory = pool
-            else:  # the host attends to it: nothing of it crosses the link
-                pool.make_room()
-        if sources:
-            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), memory, joined(sources))
-        else:
-            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), memory)
-        return HostStorage(tiers, codec, block, planes) if is_fetched else DeviceStorage(tier, codec, planes)
+        device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            if is_fetched and tiers.copy_engine is not None:
+                return tiers.copy_engine.host_memory(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            return zeros(shape, device, dtype)
+
+        memory = MemoryStorage(tier, codec, block.num_slots, self._units(block), allocate)
+        try:
+            if sources:
+                memory.gather(sources)
+            else:
+                for _ in range(layers):
+                    memory.add_layer()
+        except BaseException:
+            memory.close()
+            raise
+        return HostStorage(tiers, codec, block, memory) if is_fetched else memory
 
     def _units(self, block: CacheBlock) -> int:
         """Return the units of a slot."""

@@ -93,12 +93,8 @@ class Codec(ABC):
         """Encode whole groups of tokens [n * group_tokens, Hk, D] as units [n, *shape] of each plane."""
 
     @abstractmethod
-    def decode_keys(self, planes: Planes) -> Tensor:
-        """Decode units of B slots, as they lie in memory, to keys [B, Hk, T, D]."""
-
-    @abstractmethod
-    def decode_values(self, planes: Planes) -> Tensor:
-        """Decode units of B slots, as they lie in memory, to values [B, Hk, T, D]."""
+    def decode(self, half: int, data: Tensor) -> Tensor:
+        """Decode units of B slots, as they lie in memory, to keys (half 0) or values (1) [B, Hk, T, D]."""
 
     @abstractmethod
     def num_stored(self, position: int) -> int:
@@ -129,11 +125,8 @@ class PlainCodec(Codec):
     def encode(self, k: Tensor, v: Tensor) -> Planes:
         return k, v
 
-    def decode_keys(self, planes: Planes) -> Tensor:
-        return planes[0]
-
-    def decode_values(self, planes: Planes) -> Tensor:
-        return planes[1]
+    def decode(self, half: int, data: Tensor) -> Tensor:
+        return data
 
     def num_stored(self, position: int) -> int:
         return position + 1  # the query's own token is stored before it is read
@@ -142,13 +135,15 @@ class PlainCodec(Codec):
 class QuantizedCodec(Codec):
     """Keys and values quantized as a `CacheFormat` says; the newest tokens stay in a residual window.
 
-    key_bytes: of a group. Where every token is quantized for itself, tokens are stored in groups all the same: one
-    token is too short for a transfer.
+    heads, dim, dtype: of keys and values.
+
+    Tokens that are quantized one by one are stored in groups all the same: one is too short for a transfer.
     """
 
     def __init__(self, cache_format: CacheFormat, heads: int, dim: int, dtype: torch.dtype) -> None:
         self.cache_format: CacheFormat = cache_format
-        self._heads, self._dim, self._dtype = heads, dim, dtype
+        self._formats = cache_format.keys, cache_format.values
+        self.heads, self.dim, self.dtype = heads, dim, dtype
         self.token_elements = heads * dim
         self.group_tokens = cache_format.stored_group_tokens
         self.window_tokens, self.window_copies = cache_format.window_tokens, cache_format.window_copies
@@ -162,42 +157,39 @@ class QuantizedCodec(Codec):
 
     def encode(self, k: Tensor, v: Tensor) -> Planes:
         groups = k.shape[0] // self.group_tokens
-        formats = self.cache_format.keys, self.cache_format.values
-        return tuple(self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), formats))
+        return tuple(self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), self._formats))
 
-    def decode_keys(self, planes: Planes) -> Tensor:
-        return self._dequantize_groups(planes[0], self.cache_format.keys).transpose(1, 2)
-
-    def decode_values(self, planes: Planes) -> Tensor:
-        return self._dequantize_groups(planes[1], self.cache_format.values).transpose(1, 2)
+    def decode(self, half: int, data: Tensor) -> Tensor:
+        slots, tokens = data.shape[0], data.shape[1] * self.group_tokens
+        fmt = self._formats[half]
+        flat = self._dequantize(data, fmt, *self._matrix_shape(fmt, slots * tokens))
+        return flat.view(slots, tokens, self.heads, self.dim).transpose(1, 2)
 
     def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
         # Such formats quantize the values of every token and head by themselves.
-        slots, by_token = data.shape[0], data.unflatten(-1, (self.group_tokens, self._heads, -1))
+        slots, by_token = data.shape[0], data.unflatten(-1, (self.group_tokens, self.heads, -1))
         slot = torch.arange(slots, device=data.device)[:, None, None]
-        head = torch.arange(self._heads, device=data.device)[None, :, None]
+        head = torch.arange(self.heads, device=data.device)[None, :, None]
         return by_token[slot, tokens // self.group_tokens, tokens % self.group_tokens, head]
 
     def decode_selected(self, selected: Tensor) -> Tensor:
         count = selected.shape[:-1].numel()
-        flat = self._dequantize(selected, self.cache_format.values, count, self._dim)
-        return flat.view(*selected.shape[:-1], self._dim)
+        flat = self._dequantize(selected, self._formats[1], count, self.dim)
+        return flat.view(*selected.shape[:-1], self.dim)
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
-        formats = self.cache_format.keys, self.cache_format.values
-        keys, values = (x if fmt is None else self._round_trip(x, fmt) for x, fmt in zip((k, v), formats))
+        keys, values = (
+            x if fmt is None
+            else self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, len(x))).view(x.shape)
+            for x, fmt in zip((k, v), self._formats)
+        )  # fmt: skip
         return keys, values
-
-    def _round_trip(self, x: Tensor, fmt: GroupFormat) -> Tensor:
-        tokens = x.shape[0]
-        flat = self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, tokens))
-        return flat.view(tokens, self._heads, self._dim)
 
     def _matrix_shape(self, fmt: GroupFormat | None, tokens: int) -> tuple[int, int]:
         """Rows and width of the matrix that is quantized: a row is a token's head, or a token with all its heads."""
         if fmt is None or fmt.axis == "in":
-            return tokens * self._heads, self._dim
-        return tokens, self._heads * self._dim
+            return tokens * self.heads, self.dim
+        return tokens, self.heads * self.dim
 
     def _quantize(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
         if fmt is None:
@@ -205,19 +197,13 @@ class QuantizedCodec(Codec):
         # A sequence with values that are not finite fails by its hidden states, which show them; its neighbours go on.
         return quantize(x.reshape(self._matrix_shape(fmt, x.shape[0])), fmt, saturate=True)
 
-    def _dequantize_groups(self, data: Tensor, fmt: GroupFormat | None) -> Tensor:
-        slots, groups = data.shape[:2]
-        tokens = slots * groups * self.group_tokens
-        flat = self._dequantize(data, fmt, *self._matrix_shape(fmt, tokens))
-        return flat.view(slots, groups * self.group_tokens, self._heads, self._dim)
-
     def _dequantize(self, data: Tensor, fmt: GroupFormat | None, rows: int, width: int) -> Tensor:
         if not rows:  # behind a window nothing is selected
-            return torch.empty((0, width), dtype=self._dtype, device=data.device)
+            return torch.empty((0, width), dtype=self.dtype, device=data.device)
         if fmt is None:
-            return data.reshape(rows, -1).view(self._dtype)
+            return data.reshape(rows, -1).view(self.dtype)
         stripes = data.reshape(fmt.num_stripes(rows), fmt.stripe_bytes(width))
-        return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self._dtype, device=data.device))
+        return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self.dtype, device=data.device))
 
 
 def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: torch.dtype) -> Codec:
@@ -248,7 +234,7 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class UnitPlaces:
+class UnitIndex:
     """One unit in each of some slots.
 
     on_host, on_device: slots [n] and the number of the unit in each [n].
@@ -267,11 +253,11 @@ class CompleteGroup:
     """A group that the new tokens complete in some slots.
 
     units: where it is stored.
-    window_places: [G], of its tokens in the residual window.
+    window_index: [G], where its tokens are in the residual window.
     """
 
-    units: UnitPlaces
-    window_places: Tensor
+    units: UnitIndex
+    window_index: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,13 +265,13 @@ class NewTokens:
     """One new token of each sequence of a block.
 
     units: of the storage, where a unit is a token; None where groups are stored.
-    window_slots, window_places: [B] each, in the residual window, if there is one.
+    window_slots, window_index: where they go in the residual window, [B], if there is one.
     groups: that the tokens complete.
     """
 
-    units: UnitPlaces | None
+    units: UnitIndex | None
     window_slots: Tensor
-    window_places: Tensor
+    window_index: Tensor
     groups: tuple[CompleteGroup, ...] = ()
 
 
@@ -304,13 +290,13 @@ def new_tokens(
     """Place the next tokens of a block's sequences; on_host, on_device: the lists of `new_token_lists` as tensors."""
     slots, positions = on_device[:2]
     if not codec.window_tokens:
-        return NewTokens(UnitPlaces((on_host[0], on_host[1]), (slots, positions)), slots, positions)
+        return NewTokens(UnitIndex((on_host[0], on_host[1]), (slots, positions)), slots, positions)
     counts, groups = [sequence.num_computed for sequence in block.sequences], []
     for number, (last, _) in enumerate(_complete_groups(counts, codec), 1):
         host_slots, host_units = on_host[2 * number : 2 * number + 2]
         device_slots, device_units = on_device[2 * number : 2 * number + 2]
         tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=positions.device) % codec.window_tokens
-        groups.append(CompleteGroup(UnitPlaces((host_slots, host_units), (device_slots, device_units)), tokens))
+        groups.append(CompleteGroup(UnitIndex((host_slots, host_units), (device_slots, device_units)), tokens))
     return NewTokens(None, slots, positions % codec.window_tokens, tuple(groups))
 
 
@@ -321,3 +307,74 @@ def _complete_groups(counts: SequenceOf[int], codec: Codec) -> Iterator[tuple[in
         if codec.window_tokens and (count + 1) % codec.group_tokens == 0:
             slots.setdefault(count, []).append(slot)
     yield from slots.items()
+
+
+class ResidualWindow:
+    """The newest tokens of a cache block whose older ones are quantized, in all layers, as they were computed.
+
+    They are on the compute device: keys and values [slots, W, Hk, D]. Token p lies at index p mod W. A group is encoded
+    and stored when its last token comes:
+
+        tokens  0 … 31 | 32 … 63 | 64 …           W = residual window + group - 1
+                stored    stored   this window
+    """
+
+    def __init__(self, block: CacheBlock, codec: QuantizedCodec, num_layers: int, device: torch.device) -> None:
+        self._block, self._codec, self._device = block, codec, device
+        shape = (2, block.num_slots, codec.window_tokens, codec.heads, codec.dim)
+        self._plain = [zeros(shape, device, codec.dtype) for _ in range(num_layers)]
+        # Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized too.
+        copies = num_layers if codec.window_copies > 1 else 0
+        self._quantized = [zeros(shape, device, codec.dtype) for _ in range(copies)]
+
+    def write(self, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep the last tokens of a prompt [S, Hk, D]."""
+        codec, length = self._codec, k.shape[0]
+        first = max(0, length - codec.window_tokens)
+        index = torch.arange(first, length, device=self._device) % codec.window_tokens
+        for half, new in enumerate((k, v)):
+            self._plain[layer][half, slot, index] = new[first:]
+        if self._quantized:
+            for half, new in enumerate(codec.round_trip(k[first:], v[first:])):
+                self._quantized[layer][half, slot, index] = new
+
+    def append(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Keep one token [B, Hk, D] of each sequence."""
+        newest, slots, index = self._plain[layer], new.window_slots, new.window_index
+        newest[0, slots, index], newest[1, slots, index] = k, v
+        if self._quantized:
+            seen = self._quantized[layer]
+            seen[0, slots, index], seen[1, slots, index] = self._codec.round_trip(k, v)
+
+    def group(self, layer: int, slots: Tensor, index: Tensor) -> KeysValues:
+        """Return keys and values [n * G, Hk, D] of some slots [n] at `index` [G], slot by slot."""
+        keys, values = self._plain[layer][:, slots[:, None], index].flatten(1, 2)
+        return keys, values
+
+    def read(self, layer: int, seen_quantized: Tensor | None) -> KeysValues:
+        """Return keys and values [B, Hk, W, D] of the block's sequences.
+
+        seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized for itself.
+        """
+        count = len(self._block.sequences)
+        newest = self._plain[layer][:, :count]
+        if seen_quantized is not None:
+            newest = torch.where(seen_quantized[None, :, :, None, None], self._quantized[layer][:, :count], newest)
+        return newest[0].transpose(1, 2), newest[1].transpose(1, 2)
+
+    def read_tokens(self, slot: int, layer: int, first: int, last: int) -> KeysValues:
+        """Return keys and values [1, Hk, n, D] of tokens first … last - 1 of a slot, as they were computed."""
+        assert last - first <= self._codec.window_tokens
+        index = torch.arange(first, last, device=self._device) % self._codec.window_tokens
+        keys, values = self._plain[layer][:, slot : slot + 1, index].transpose(2, 3)
+        return keys, values
+
+    def copy_slot(self, target: int, window: ResidualWindow, source: int) -> None:
+        """Make a slot a copy of another block's."""
+        for new, old in zip((*self._plain, *self._quantized), (*window._plain, *window._quantized)):
+            new[:, target] = old[:, source]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot to another."""
+        for tensor in (*self._plain, *self._quantized):
+            tensor[:, target] = tensor[:, source]

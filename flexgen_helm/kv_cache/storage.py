@@ -1,7 +1,7 @@
 """Where the units of a cache block are stored: on the compute device, in host memory, or on the disk.
 
-In memory a plane has one tensor a layer (`MemoryPlanes`), on the disk a block is one file (`FileLayout`). Shapes:
-B sequences, n units; see `codec`.
+In memory a plane has one tensor a layer, on the disk a block is one file (`FileLayout`). Away from the compute device
+a layer is fetched ahead of its use and stored late. Shapes: B sequences, n units; see `codec`.
 """
 
 from __future__ import annotations
@@ -9,175 +9,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import Generic
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kernels.layer_rows import put_rows
-from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, UnitPlaces, total_bytes, zeros
-from flexgen_helm.kv_cache.file_layout import FileLayout
-from flexgen_helm.kv_cache.transfers import BlockTransfers, Fetched
-from flexgen_helm.kv_cache.visibility import stored_extent
+from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, UnitIndex, total_bytes, zeros
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.transfer_manager import HostPool, HostRegion, Launched, TransferManager
-from flexgen_helm.planner.placement import Tier
-from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
-
-# The tensors of a cache block in one memory, and how slots move from block to block. Shapes: n units; see `codec`.
-
-
-@dataclass(frozen=True, eq=False)
-class SlotSource:
-    """A run of slots to copy: `count` from `first` on, of each the first `units`."""
-
-    planes: MemoryPlanes
-    first: int
-    count: int
-    units: int
-
-
-class MemoryPlanes:
-    """The tensors of a block in one memory, one for each plane and layer.
-
-    units: of a slot.
-    """
-
-    def __init__(
-        self, codec: Codec, num_slots: int, num_layers: int, units: int, memory: torch.device | HostPool
-    ) -> None:
-        """memory: a device, or a pool of pinned host memory."""
-        self.units = units
-        self._planes, self._num_slots, self._memory = codec.planes, num_slots, memory
-        self._layers: list[Planes] = []
-        self._regions: list[HostRegion | None] = []  # of the layers that are in a pool
-        try:
-            for _ in range(num_layers):
-                self._add_layer()
-        except BaseException:
-            self.close()
-            raise
-
-    def _add_layer(self) -> Planes:
-        shapes = [plane.memory_shape(self._num_slots, self.units) for plane in self._planes]
-        if isinstance(self._memory, torch.device):
-            made = tuple(zeros(shape, self._memory, plane.dtype) for plane, shape in zip(self._planes, shapes))
-            self._regions.append(None)
-        else:
-            sizes = [self._num_slots * self.units * plane.unit_bytes for plane in self._planes]
-            region = self._memory.take(sum(sizes), zeros=True)
-            self._regions.append(region)
-            parts = region.memory.split(sizes)
-            made = tuple(part.view(plane.dtype).view(s) for part, plane, s in zip(parts, self._planes, shapes))
-        self._layers.append(made)
-        return made
-
-    def _drop_layer(self, layer: int) -> None:
-        self._layers[layer] = ()
-        region, self._regions[layer] = self._regions[layer], None
-        if region is not None:
-            assert isinstance(self._memory, HostPool)
-            self._memory.give_back(region)
-
-    def close(self) -> None:
-        """Give all memory back; harmless when called again."""
-        for layer in range(len(self._layers)):
-            self._drop_layer(layer)
-
-    @classmethod
-    def gathered(
-        cls,
-        codec: Codec,
-        num_slots: int,
-        units: int,
-        memory: torch.device | HostPool,
-        sources: SequenceOf[SlotSource],
-    ) -> MemoryPlanes:
-        """Copy slots of other blocks, one behind the other; these lose their tensors.
-
-        At most one layer exists twice at any time.
-        """
-        made = cls(codec, num_slots, 0, units, memory)
-        others = list(dict.fromkeys(source.planes for source in sources))
-        try:
-            made._gather(others, sources)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def _gather(self, others: SequenceOf[MemoryPlanes], sources: SequenceOf[SlotSource]) -> None:
-        for layer in range(len(others[0]._layers)):
-            wider = self._add_layer()
-            slot = 0
-            for source in sources:
-                slots = slice(source.first, source.first + source.count)
-                for plane, new, old in zip(self._planes, wider, source.planes._layers[layer]):
-                    target = plane.by_unit(new)[slot : slot + source.count]
-                    target[:, : source.units] = plane.by_unit(old)[slots, : source.units]
-                slot += source.count
-            for planes in others:
-                planes._drop_layer(layer)
-
-    def first_units(self, layer: int, slot: int, units: int) -> Planes:
-        """View the first units of a slot [units, *shape]."""
-        stored = zip(self._planes, self._layers[layer])
-        return tuple(plane.by_unit(data)[slot, :units] for plane, data in stored)
-
-    def write(self, layer: int, slot: int, planes: Planes) -> None:
-        for place, new in zip(self.first_units(layer, slot, len(planes[0])), planes):
-            place.copy_(new)
-
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        put_units(self._planes, self._layers[layer], places, planes)
-
-    def read(self, layer: int, num_slots: int, units: int) -> Planes:
-        """View the first units of the first slots, as they lie in memory."""
-        stored = zip(self._planes, self._layers[layer])
-        return tuple(data[:num_slots].narrow(plane.unit_axis, 0, units) for plane, data in stored)
-
-    def planes(self, layer: int) -> Planes:
-        return self._layers[layer]
-
-    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
-        # 0, and 0 times a value that is not finite would carry one sequence's fault into its neighbours.
-        for planes in self._layers:
-            for plane, data in zip(self._planes, planes):
-                by_unit = plane.by_unit(data)
-                by_unit[target, :units] = by_unit[source, :units]
-                by_unit[target, units:stale_units] = 0
-
-
-def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
-    """Join sources of neighbouring slots, so that they are copied as one."""
-    runs: list[SlotSource] = []
-    for source in sources:
-        last = runs[-1] if runs else None
-        if last is not None and last.planes is source.planes and last.first + last.count == source.first:
-            runs[-1] = replace(last, count=last.count + source.count, units=max(last.units, source.units))
-        else:
-            runs.append(source)
-    return runs
-
-
-def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: UnitPlaces, planes: Planes) -> None:
-    """Put one unit into each of n slots; planes: the new units [n, *shape]."""
-    slots, units = places.on(stored[0].device)
-    for plane, data, new in zip(specs, stored, planes):
-        target = plane.by_unit(data)
-        put_rows(target, slots, units, new)
-
-
-def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:
-    return tuple(zeros(plane.memory_shape(slots, units), device, plane.dtype) for plane in specs)
-
+from flexgen_helm.offload.staging import Allocation, aligned
+from flexgen_helm.offload.transfer_manager import Launched, TransferManager
+from flexgen_helm.planner.placement import MEMORY_ADVICE, Tier
+from flexgen_helm.scheduling.sequence import CacheBlock
 
 _HOST = torch.device("cpu")
 # Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is contiguous crosses
 # the link without a copy within the host, which would halve the rate.
 _WHOLE_SLOTS_FROM = 0.5
+
+# Allocates zeroed memory of a shape and dtype.
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Storage(ABC):
@@ -190,10 +44,10 @@ class Storage(ABC):
         """Store the first units [n, *shape] of a slot: those of its prompt."""
 
     @abstractmethod
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
         """Store one unit in each of n slots, planes [n, *shape]."""
 
-    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+    def patch_prefetched(self, layer: int, index: UnitIndex, planes: Planes) -> None:
         """Put units into a prefetched layer alone: what is read next needs them."""
         return None
 
@@ -213,7 +67,7 @@ class Storage(ABC):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot `source`."""
 
-    def settled(self) -> MemoryPlanes:
+    def settled(self) -> MemoryStorage:
         """Flush stores; the caller owns the tensors."""
         raise NotImplementedError(f"a cache block on the {self.tier} tier has its whole size from the beginning")
 
@@ -233,144 +87,274 @@ class Storage(ABC):
         """Drop everything that was prefetched: a pass has broken off."""
         return None
 
+    @abstractmethod
     def close(self) -> None:
-        return None
+        """Give all memory back."""
 
 
-class DeviceStorage(Storage):
-    """On the compute device, or in host memory where the host computes attention: nothing is copied to be read."""
+@dataclass(frozen=True, eq=False)
+class SlotSource:
+    """A slot to copy, and how many of its first units."""
 
-    def __init__(self, tier: Tier, codec: Codec, planes: MemoryPlanes) -> None:
-        self.tier, self._codec, self._planes = tier, codec, planes
+    memory: MemoryStorage
+    slot: int
+    units: int
+
+
+class MemoryStorage(Storage):
+    """On the compute device, or in host memory where the host computes attention: nothing is copied to be read.
+
+    units: of a slot.
+    """
+
+    def __init__(self, tier: Tier, codec: Codec, num_slots: int, units: int, allocate: Allocate) -> None:
+        self.tier, self.units, self._codec, self._num_slots, self._allocate = tier, units, codec, num_slots, allocate
+        self._layers: list[Planes] = []
+
+    def add_layer(self) -> None:
+        """Allocate the next layer."""
+        specs, num_slots, units = self._codec.planes, self._num_slots, self.units
+        made = tuple(self._allocate(plane.memory_shape(num_slots, units), plane.dtype) for plane in specs)
+        self._layers.append(made)
+
+    def gather(self, sources: SequenceOf[SlotSource]) -> None:
+        """Copy slots of other blocks, which lose their tensors; at most one layer exists twice at any time."""
+        for layer in range(len(sources[0].memory._layers)):
+            self.add_layer()
+            for slot, source in enumerate(sources):
+                self.write(layer, slot, source.memory.first_units(layer, source.slot, source.units))
+            for source in sources:
+                source.memory._layers[layer] = ()
+
+    def first_units(self, layer: int, slot: int, units: int) -> Planes:
+        """View the first units of a slot [units, *shape]."""
+        stored = zip(self._codec.planes, self._layers[layer])
+        return tuple(plane.by_unit(data)[slot, :units] for plane, data in stored)
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        self._planes.write(layer, slot, planes)
+        for target, new in zip(self.first_units(layer, slot, len(planes[0])), planes):
+            target.copy_(new)
 
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        self._planes.append(layer, places, planes)
+    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+        _put_units(self._codec.planes, self._layers[layer], index, planes)
 
     def read(self, layer: int) -> Planes:
-        return self._planes.planes(layer)
+        return self._layers[layer]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        return self._codec.select_values(self._planes.planes(layer)[1][slots], tokens)
+        return self._codec.select_values(self._layers[layer][1][slots], tokens)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        self._planes.move(source, target, units, stale_units)
+        # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
+        # 0, and 0 times a value that is not finite would carry one sequence's fault into its neighbours.
+        for planes in self._layers:
+            for plane, data in zip(self._codec.planes, planes):
+                by_unit = plane.by_unit(data)
+                by_unit[target, :units] = by_unit[source, :units]
+                by_unit[target, units:stale_units] = 0
 
-    def settled(self) -> MemoryPlanes:
-        return self._planes
+    def settled(self) -> MemoryStorage:
+        return self
 
     def close(self) -> None:
-        self._planes.close()
+        self._layers.clear()
 
 
-class FetchedStorage(Storage, Generic[Fetched]):
-    """Away from the compute device: what a query reads is brought for each use."""
+def _put_units(specs: SequenceOf[Plane], stored: Planes, index: UnitIndex, planes: Planes) -> None:
+    """Put one unit into each of n slots; planes: the new units [n, *shape]."""
+    slots, units = index.on(stored[0].device)
+    for plane, data, new in zip(specs, stored, planes):
+        put_rows(plane.by_unit(data), slots, units, new)
+
+
+def _empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:
+    return tuple(zeros(plane.memory_shape(slots, units), device, plane.dtype) for plane in specs)
+
+
+# What a fetch brings: planes on the compute device, and those on the host.
+Fetched = tuple[Planes, Planes]
+
+
+class FetchedStorage(Storage):
+    """Away from the compute device: what a query reads is brought for each use. For the computing thread.
+
+    Fetches and stores of a layer wait for those of the other kind that were submitted before them.
+    """
 
     def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock) -> None:
         self._tiers, self._codec, self._block = tiers, codec, block
-        self._transfers: BlockTransfers[Fetched] = BlockTransfers(tiers)
+        self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}
+        self._in_use: set[int] = set()  # of those layers, what attention reads
+        self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
 
     @abstractmethod
-    def _arrived(self, layer: int) -> Planes:
-        """Wait for a layer that is fetched; return its planes where attention is computed."""
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        """Return the bytes that a fetch takes on the compute device, and the fetch.
+
+        counts: units of each slot, from its first one on.
+        room: units of a slot that are appended before they are read.
+        """
+
+    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
+        sequences, codec = self._block.sequences, self._codec
+        is_shared = sequences[0].is_shared  # then for its readers
+        room = 0 if codec.window_tokens or is_shared else 1
+        tokens = [seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences]
+        counts = [count // codec.group_tokens - room for count in tokens]
+        if layer in self._fetches or not max(counts) + room:
+            return
+        num_bytes, fetch = self._fetch(layer, counts, room)
+        stores = tuple(self._stores.get(layer, ()))
+
+        def after_stores() -> Fetched:
+            with self._tiers.stats.timed("load_cache"):
+                _finish(stores)
+                return fetch()
+
+        with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes, ahead=ahead) as claim:
+            self._tiers.note_fetch(num_bytes)
+            self._fetches[layer] = self._tiers.submit("cache in", after_stores), claim
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)
-        return self._arrived(layer)
+        return self._fetched(layer)[0]
 
-    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
-            put_units(self._codec.planes, self._arrived(layer), places, planes)
+    def patch_prefetched(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+        if layer in self._fetches and not self._codec.window_tokens:
+            _put_units(self._codec.planes, self._fetched(layer)[0], index, planes)
+
+    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        on_host = self._tiers.to_host(tokens, "cache")
+        selected = self._codec.select_values(self._values(layer)[slots], on_host)
+        return self._tiers.to_device(selected, "cache")
+
+    def _values(self, layer: int) -> Tensor:
+        return self._fetched(layer)[1][1]
 
     def drop(self, layer: int) -> None:
-        self._transfers.drop(layer)
+        self._in_use.discard(layer)
+        if layer in self._fetches:
+            future, claim = self._fetches.pop(layer)
+            future.exception()  # waits; an error was raised where the layer was read
+            self._tiers.ledgers[self._tiers.compute_tier].release(claim)
 
     def drop_unused(self) -> None:
-        self._transfers.drop_unused()
+        for layer in self._fetches.keys() - self._in_use:
+            self.drop(layer)
+
+    def finish_stores(self, *layers: int) -> None:
+        """Wait for the stores of some layers (none: of all); raise their first error."""
+        _finish([store for layer in layers or list(self._stores) for store in self._stores.pop(layer, ())])
 
     def cancel(self) -> None:
-        self._transfers.cancel()
+        # The next pass may mean another layer by the same number, and writes behind what is stored now.
+        for layer in list(self._fetches):
+            self.drop(layer)
+        for future in [future for waiting in self._stores.values() for future in waiting]:
+            future.exception()  # waits; who reads the layer gets it
+
+    def _fetched(self, layer: int) -> Fetched:
+        """Wait for a layer that was prefetched."""
+        self._in_use.add(layer)
+        return self._tiers.wait(self._fetches[layer][0], "cache")
+
+    def _store(self, layer: int, planes: Planes, write: Callable[[Launched], None]) -> None:
+        """Write in the background; a later fetch of the layer waits for it, and gets its error.
+
+        write: is given the work that makes the data.
+        """
+        reading = self._fetches.get(layer)
+
+        def store(after: Launched) -> None:
+            if reading is not None:
+                reading[0].exception()  # waits: what is written here is masked out of what it brings
+            try:
+                write(after)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                # A smaller batch does not help: the pass that could write this again may be long over.
+                raise MemoryLimitError(f"memory ran out while the KV cache was stored; {MEMORY_ADVICE}") from error
+
+        future = self._tiers.store_async("cache", total_bytes(planes), store)
+        unsure = [old for old in self._stores.get(layer, ()) if not old.done() or old.exception() is not None]
+        self._stores[layer] = [*unsure, future]
+
+    def _to_device(self, planes: Planes) -> Planes:
+        return tuple(self._tiers.to_device(plane, "cache") for plane in planes)
+
+    def _to_host(self, planes: Planes, after: Launched) -> Planes:
+        return tuple(self._tiers.to_host(plane, "cache", after=after) for plane in planes)
 
 
-class HostStorage(FetchedStorage[Planes]):
+def _finish(stores: SequenceOf[Future[None]]) -> None:
+    """Wait for all stores; raise their first error."""
+    errors = [error for store in stores if (error := store.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+class HostStorage(FetchedStorage):
     """In host memory behind the link: what a query reads crosses the link for each use."""
 
     tier: Tier = "cpu"
 
-    def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock, planes: MemoryPlanes) -> None:
+    def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock, memory: MemoryStorage) -> None:
         super().__init__(tiers, codec, block)
-        self._planes = planes
+        self._memory = memory
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        targets = self._planes.first_units(layer, slot, len(planes[0]))
+        targets = self._memory.first_units(layer, slot, len(planes[0]))
 
         def store(after: Launched) -> None:
             for new, target in zip(planes, targets):
                 self._tiers.to_host(new, "cache", target, after)
 
-        self._transfers.store(layer, total_bytes(planes), store)
+        self._store(layer, planes, store)
 
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        self.patch_prefetched(layer, places, planes)
+    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+        self.patch_prefetched(layer, index, planes)
+        self._store(layer, planes, lambda after: self._memory.append(layer, index, self._to_host(planes, after)))
 
-        def store(after: Launched) -> None:
-            self._planes.append(layer, places, copied_to_host(self._tiers, planes, after))
-
-        self._transfers.store(layer, total_bytes(planes), store)
-
-    def _arrived(self, layer: int) -> Planes:
-        return self._transfers.fetched(layer)
-
-    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        on_host = self._tiers.to_host(tokens, "cache")
-        self._transfers.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
-        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], on_host)
-        return copied_to_device(self._tiers, (selected,))[0]
+    def _values(self, layer: int) -> Tensor:
+        self.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
+        return self._memory.read(layer)[1]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        self._transfers.finish_stores()
-        self._planes.move(source, target, units, stale_units)
+        self.finish_stores()
+        self._memory.move(source, target, units, stale_units)
 
-    def settled(self) -> MemoryPlanes:
-        self._transfers.drop_all()
-        self._transfers.finish_stores()
-        return self._planes
+    def settled(self) -> MemoryStorage:
+        for layer in list(self._fetches):
+            self.drop(layer)
+        self.finish_stores()
+        return self._memory
 
-    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
-        codec, extent = self._codec, stored_extent(self._block, self._codec)
-        if self._transfers.is_fetching(layer) or not extent.num_units:
-            return
-        if _WHOLE_SLOTS_FROM * self._planes.units <= extent.num_units:
-            stored = self._planes.planes(layer)[: codec.num_fetched_planes]
-            whole = tuple(data[: extent.num_slots] for data in stored)
-            self._transfers.prefetch(
-                layer, total_bytes(whole), lambda: copied_to_device(self._tiers, whole), ahead=ahead
-            )
-            return
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, num_slots, units = self._codec, len(counts), max(counts)
+        stored = self._memory.read(layer)[: codec.num_fetched_planes]
+        if _WHOLE_SLOTS_FROM * self._memory.units <= units + room:
+            whole = tuple(data[:num_slots] for data in stored)
+            return total_bytes(whole), lambda: (self._to_device(whole), ())
 
-        def fetch() -> Planes:
-            units = max(extent.counts)
-            stored = self._planes.read(layer, extent.num_slots, units)[: codec.num_fetched_planes]
+        def fetch() -> Fetched:
             # One long copy over the link, spread out behind it.
-            arrived = copied_to_device(self._tiers, stored)
-            if not extent.room:
-                return arrived
-            wider = empty_planes(codec.planes, extent.num_slots, extent.num_units, self._tiers.device)
+            axes = [plane.unit_axis for plane in codec.planes]
+            used = tuple(data[:num_slots].narrow(axis, 0, units) for axis, data in zip(axes, stored))
+            arrived = self._to_device(used)
+            if not room:
+                return arrived, ()
+            wider = _empty_planes(codec.planes, num_slots, units + room, self._tiers.device)
             for plane, new, old in zip(codec.planes, wider, arrived):
                 plane.by_unit(new)[:, :units] = plane.by_unit(old)
-            return wider
+            return wider, ()
 
-        num_bytes = extent.num_slots * extent.num_units * codec.fetched_bytes
-        self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
+        return num_slots * (units + room) * codec.fetched_bytes, fetch
 
     def close(self) -> None:
-        self._transfers.close()
-        self._planes.close()
+        self.cancel()
+        self._memory.close()
 
 
-class DiskStorage(FetchedStorage[tuple[Planes, Planes]]):
+class DiskStorage(FetchedStorage):
     """In a file of the run; a fetch brings planes to the device, and all planes to the host.
 
     Slots do not move: a sequence that takes another's slot is only known by a new number.
@@ -386,118 +370,154 @@ class DiskStorage(FetchedStorage[tuple[Planes, Planes]]):
         self._slots = list(range(block.num_slots))  # slot of the block -> slot of the file
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        place = self._slots[slot]
-        self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
+        file_slot = self._slots[slot]
+        self._store_in(layer, planes, lambda on_host: self._layout.write(self._file, layer, file_slot, on_host))
 
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        self.patch_prefetched(layer, places, planes)
-        slots, units = (numbers.tolist() for numbers in places.on_host)
-        of_file = [self._slots[slot] for slot in slots]
-        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))
+    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+        self.patch_prefetched(layer, index, planes)
+        slots, units = (numbers.tolist() for numbers in index.on_host)
+        of_file = [(self._slots[slot], unit) for slot, unit in zip(slots, units)]
+        self._store_in(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, on_host))
 
-    def _arrived(self, layer: int) -> Planes:
-        return self._transfers.fetched(layer)[0]
+    def _store_in(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
+        def store(after: Launched) -> None:
+            self._tiers.stats.count_bytes("cpu_to_disk", "cache", write(self._to_host(planes, after)))
 
-    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        values = self._transfers.fetched(layer)[1][1]
-        selected = self._codec.select_values(values[slots], self._tiers.to_host(tokens, "cache"))
-        return copied_to_device(self._tiers, (selected,))[0]
+        self._store(layer, planes, store)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
-        codec, extent = self._codec, stored_extent(self._block, self._codec)
-        if self._transfers.is_fetching(layer) or not extent.num_units:
-            return
-        file_counts = list(zip(self._slots, extent.counts))
+    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, num_units, file_counts = self._codec, max(counts) + room, list(zip(self._slots, counts))
 
-        def fetch() -> tuple[Planes, Planes]:
-            on_host = empty_planes(codec.planes, extent.num_slots, extent.num_units, _HOST)
-            self._transfers.count("disk_to_cpu", self._layout.read(self._file, layer, file_counts, on_host))
-            return copied_to_device(self._tiers, on_host[: codec.num_fetched_planes]), on_host
+        def fetch() -> Fetched:
+            on_host = _empty_planes(codec.planes, len(counts), num_units, _HOST)
+            num_bytes = self._layout.read(self._file, layer, file_counts, on_host)
+            self._tiers.stats.count_bytes("disk_to_cpu", "cache", num_bytes)
+            return self._to_device(on_host[: codec.num_fetched_planes]), on_host
 
-        num_bytes = extent.num_slots * extent.num_units * codec.unit_bytes
-        self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
+        return len(counts) * num_units * codec.unit_bytes, fetch
 
     def close(self) -> None:
-        self._transfers.close()
+        self.cancel()
         self._file.close(delete=True)
 
-    def _store(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
-        def store(after: Launched) -> None:
-            self._transfers.count("cpu_to_disk", write(copied_to_host(self._tiers, planes, after)))
 
-        self._transfers.store(layer, total_bytes(planes), store)
+# Slots of a file, each with a number of units, or the number of one.
+FileSlots = SequenceOf[tuple[int, int]]
 
 
-def copied_to_device(tiers: TransferManager, planes: Planes) -> Planes:
-    """Copy tensors of the host to the compute device; the same tensors where the host computes."""
-    return tuple(tiers.to_device(plane, "cache") for plane in planes)
+class StepLayout:
+    """Where units of one token are in the file of a block, layer after layer. num_bytes: of the file.
 
+    Every pass appends one token to all slots of a block, which are written as one piece:
 
-def copied_to_host(tiers: TransferManager, planes: Planes, after: Launched) -> Planes:
-    """Copy tensors of the compute device to the host; the same tensors where the host computes.
-
-    after: work that makes them.
+        | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
     """
-    return tuple(tiers.to_host(plane, "cache", after=after) for plane in planes)
+
+    def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
+        self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
+        self._prompts = [sequence.prompt_len for sequence in block.sequences]
+        steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in block.sequences)
+        self._step_bytes = aligned(block.num_slots * unit)
+        self._offsets: list[int] = []  # of each slot's prompt within a layer
+        end = 0
+        for length in self._prompts:
+            self._offsets.append(end)
+            end += aligned(length * unit)
+        self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
+        self.num_bytes = max(aligned(1), num_layers * self._layer_bytes)
+
+    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        """Write the first units [n, *shape] of a slot; return the bytes written."""
+        assert planes[0].shape[0] == self._prompts[slot], "a prompt is written whole"
+        if not self._prompts[slot]:
+            return 0
+        pieces = [new.movedim(0, plane.unit_axis - 1).reshape(-1) for plane, new in zip(self._planes, planes)]
+        file.write_tensor(layer * self._layer_bytes + self._offsets[slot], torch.cat(pieces))
+        return total_bytes(pieces)
+
+    def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes written."""
+        (step,) = {unit - self._prompts[slot] for slot, unit in slots}  # the sequences of a block decode together
+        piece = torch.zeros((len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype)
+        for half, new in zip(piece, planes):
+            half[[slot for slot, _ in slots]] = new
+        file.write_tensor(layer * self._layer_bytes + self._steps_offset + step * self._step_bytes, piece)
+        return piece.nbytes
+
+    def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        """Fill planes with the first units of slots; return the bytes read."""
+        base, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
+        for row, (slot, count) in enumerate(slots):
+            if prompt := min(count, self._prompts[slot]):
+                shape = specs[0].memory_shape(len(specs), self._prompts[slot])
+                stored = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
+                num_bytes += stored.nbytes
+                for plane, target, data in zip(specs, planes, stored):
+                    plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
+        steps = max(0, max(count - self._prompts[slot] for slot, count in slots))
+        if steps:
+            # Each step fills whole pages; what is behind its tokens is read and left out.
+            dtype = specs[0].dtype
+            width, used = self._step_bytes // dtype.itemsize, sum(prod(plane.shape) for plane in specs)
+            data = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
+            num_bytes += data.nbytes
+            tokens = data[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
+            for row, (slot, _) in enumerate(slots):
+                first = self._prompts[slot]
+                for number, (plane, target) in enumerate(zip(specs, planes)):
+                    plane.by_unit(target)[row, first : first + steps] = tokens[:, number, slot]
+        return num_bytes
 
 
-# States of layers that keep one of a sequence instead of its keys and values, on the compute device.
+class PagedLayout:
+    """Where groups of tokens are in the file of a block, layer after layer. num_bytes: of the file.
+
+    Every unit begins a page of its slot, because slots complete groups at different times:
+
+        | slot 0: unit, unit, … (in whole pages) | slot 1 … |
+    """
+
+    def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
+        self._planes, self._unit_bytes = codec.planes, codec.unit_bytes
+        self._page_bytes = aligned(codec.unit_bytes)
+        self._slot_bytes = block.capacity // codec.group_tokens * self._page_bytes
+        self._layer_bytes = block.num_slots * self._slot_bytes
+        self.num_bytes = num_layers * self._layer_bytes
+
+    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        return self._write(file, self._offset(layer, slot, 0), planes)
+
+    def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        return sum(
+            self._write(file, self._offset(layer, slot, unit), tuple(plane[i : i + 1] for plane in planes))
+            for i, (slot, unit) in enumerate(slots)
+        )
+
+    def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
+        sizes = [plane.unit_bytes for plane in self._planes]
+        for row, (slot, count) in enumerate(slots):
+            if count:
+                data = file.read_tensor(self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8)
+                for target, part in zip(planes, data[:, : self._unit_bytes].split(sizes, 1)):
+                    target[row, :count] = part
+        return sum(count for _, count in slots) * self._unit_bytes
+
+    def _write(self, file: DirectFile, offset: int, planes: Planes) -> int:
+        pages = zeros((planes[0].shape[0], self._page_bytes), _HOST, torch.uint8)
+        pages[:, : self._unit_bytes] = torch.cat(planes, 1)
+        file.write_tensor(offset, pages)
+        return total_bytes(planes)
+
+    def _offset(self, layer: int, slot: int, unit: int) -> int:
+        return layer * self._layer_bytes + slot * self._slot_bytes + unit * self._page_bytes
 
 
-class BlockStates:
-    """The states of one cache block: for each layer that has them two versions, [2, slots, elements] in float32."""
+FileLayout = StepLayout | PagedLayout
 
-    def __init__(self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool) -> None:
-        """elements: of each layer, 0 for one without states.
 
-        one_layer: all layers share one tensor (`KVCache`).
-        """
-        self._block, self._one_layer = block, one_layer
-        sizes = [max(elements)] if one_layer else elements
-        self._layers = [zeros((2, block.num_slots, size), device, torch.float32) if size else None for size in sizes]
-        self._elements = elements
-        self._read = [0] * len(sizes)  # the version that the last pass read
-        self._pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)  # that pass, by what was to come
-
-    def begin(self, layer: int, slot: int, state: Tensor) -> None:
-        """Store the state [1, elements] behind a prompt, in both versions."""
-        self._tensor(layer)[:, slot] = state
-
-    def newest(self, layer: int, slot: int) -> Tensor:
-        """Return the state [1, elements] of a sequence that does not decode."""
-        return self._tensor(layer)[0, slot : slot + 1]
-
-    def before(self, layer: int) -> Tensor:
-        """Return the states [B, elements] before the next token; the same for the same token."""
-        first, number = self._block.sequences[0], self._number(layer)
-        now = first, first.num_computed
-        if self._pass[number] != now:
-            self._read[number], self._pass[number] = 1 - self._read[number], now
-        return self._tensor(layer)[self._read[number], : len(self._block.sequences)]
-
-    def write(self, layer: int, states: Tensor) -> None:
-        """Store the states [B, elements] behind the token that `before` was asked for."""
-        self._tensor(layer)[1 - self._read[self._number(layer)], : len(states)] = states
-
-    def move(self, source: int, target: int) -> None:
-        """Copy a slot to another."""
-        for tensor in self._layers:
-            if tensor is not None:
-                tensor[:, target] = tensor[:, source]
-
-    def copy_slot(self, target: int, other: BlockStates, source: int) -> None:
-        """Make a slot a copy of another block's, as its last pass left it."""
-        for own, theirs, read in zip(self._layers, other._layers, other._read):
-            if own is not None and theirs is not None:
-                own[:, target] = theirs[1 - read, source]
-
-    def _number(self, layer: int) -> int:
-        return 0 if self._one_layer else layer
-
-    def _tensor(self, layer: int) -> Tensor:
-        tensor = self._layers[self._number(layer)]
-        assert tensor is not None
-        return tensor[..., : self._elements[layer]]
+def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:
+    """Return the layout that suits how a codec appends."""
+    return (PagedLayout if codec.window_tokens else StepLayout)(block, codec, num_layers)

@@ -12,10 +12,9 @@ Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,12 +48,15 @@ class AttentionConfig:
         return self if self.slopes is None else replace(self, slopes=self.slopes.cpu())
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q [..., T, D] and k [..., S, D] -> scores [..., T, S] in float32, without ALiBi."""
+        """q [..., T, D] and k [..., S, D] -> scores [..., T, S] in float32, without ALiBi.
+
+        Where k has fewer dimensions, or sizes of 1, it is not copied, as it would be by a batched product.
+        """
         scale = self.scale
         if q.dtype == torch.float16:  # q·k may exceed 65,504; the power of two changes no digit
             power = 2.0 ** math.floor(math.log2(scale))
             q, scale = q * power, scale / power
-        scores = torch.matmul(q, k.transpose(-2, -1)).float().mul_(scale)
+        scores = torch.einsum("...td,...sd->...ts", q, k).float().mul_(scale)
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
     def head_slopes(self, key_heads: int) -> Tensor | None:
@@ -65,34 +67,65 @@ class AttentionConfig:
 def attend_causal(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: Window | None = None, start: int = 0
 ) -> PartialAttention:
-    """Attend to the own token and the earlier ones, as far as a window shows them.
+    """Attend to the token itself and the earlier ones, as far as a window shows them.
 
     start: absolute position of the first token.
 
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
+    tokens, device = len(q), q.device
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    if window is None or window.oldest(tokens - 1, start) <= 0:
+        at = torch.arange(tokens, device=device)
+        return _attend_rows(q, (k, v), config, (at, at), is_causal=True)
+    parts = []
+    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
+        end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, window.oldest(first, start))
+        at, keys = torch.arange(first, end, device=device), torch.arange(oldest, end, device=device)
+        hidden = (keys > at[:, None]) | (keys < window.oldest(at, start)[:, None])
+        mask = additive_mask(hidden, mask_dtype(device, q.dtype))
+        parts.append(_attend_rows(q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask))
+    return _joined(parts)
+
+
+def _attend_rows(
+    q: Tensor,
+    keys_values: KeysValues,
+    config: AttentionConfig,
+    positions: tuple[Tensor, Tensor],
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> PartialAttention:
+    """Attend with all queries to the same keys.
+
+    keys_values: [Hk, S, D].
+    positions: of queries [T] and keys [S].
+    mask: additive [T, S], or None.
+
+    q [T, Hq, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+    """
     tokens, heads, dim = q.shape
-    if window is not None and window.oldest(tokens - 1, start) > 0:
-        if window.is_chunked:
-            borders = [0, *range(window.tokens - start % window.tokens, tokens, window.tokens), tokens]
-            parts = (slice(*ends) for ends in pairwise(borders))
-            outs, lses = zip(*(attend_causal(q[own], k[own], v[own], config) for own in parts))
-            return torch.cat(outs), torch.cat(lses)
-        chunks = _window_chunks(tokens, window.tokens, q.device, q.dtype)
-        return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, chunks)
-    key_heads = k.shape[1]
+    key_heads = len(keys_values[0])
     group = heads // key_heads
-    # Query heads of one key head become a batch dimension over expanded (not copied) keys and values.
+    # Query heads of one key head become a batch dimension.
     queries = q.view(tokens, key_heads, group, dim).permute(2, 1, 0, 3)
-    keys = k.transpose(0, 1).expand(group, key_heads, tokens, dim)
-    values = v.transpose(0, 1).expand(group, key_heads, tokens, dim)
-    mask, slopes = None, config.head_slopes(key_heads)
+    k, v = (x[None] for x in keys_values)
+    bias, slopes = None if mask is None else mask[None, None], config.head_slopes(key_heads)
     if slopes is not None:
-        mask = _alibi_bias(slopes.t(), tokens).expand(group, key_heads, tokens, tokens)
-    out, lse = attend(queries, keys, values, config, is_causal=True, mask=mask)
+        # Softmax does not change if all scores of a query change alike, so its position is left out, and with it a
+        # matrix. The log-sum-exp, by which segments are merged, gets it back afterwards.
+        by_key = slopes.t()[:, :, None, None] * positions[1]
+        bias = by_key.expand(-1, -1, tokens, -1) if bias is None else by_key + bias
+    out, lse = attend(queries, k, v, config, is_causal=is_causal, mask=bias)
     if slopes is not None:
-        lse = lse - slopes.t()[:, :, None] * torch.arange(tokens, device=q.device)
+        lse = lse - slopes.t()[:, :, None] * positions[0]
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
+
+
+def _joined(parts: Sequence[PartialAttention], dim: int = 0) -> PartialAttention:
+    """Join the results of consecutive queries."""
+    outs, lses = zip(*parts)
+    return parts[0] if len(parts) == 1 else (torch.cat(outs, dim), torch.cat(lses, dim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,27 +156,14 @@ def attend_two_versions(
     q [T, Hq, D]; quantized, plain: keys and values [n, Hk, D], in order of position; chunks: of all queries, in order
     -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
-    heads, dim = q.shape[1:]
-    key_heads = quantized[0].shape[1]
-    group = heads // key_heads
-    slopes = config.head_slopes(key_heads)
-    outs, lses = [], []
+    parts = []
     for chunk in chunks:
-        queries = q[chunk.queries].view(-1, key_heads, group, dim).permute(2, 1, 0, 3)
-        keys, values = (
-            torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1).expand(group, key_heads, -1, dim)
-            for old, new in zip(quantized, plain)
+        k, v = (
+            torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1) for old, new in zip(quantized, plain)
         )
-        mask = chunk.mask[None, None]
-        if slopes is not None:
-            mask = mask + slopes.t()[:, :, None, None] * chunk.key_positions
-        out, lse = attend(queries, keys, values, config, mask=mask)
-        if slopes is not None:
-            positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
-            lse = lse - slopes.t()[:, :, None] * positions
-        outs.append(out.permute(2, 1, 0, 3).reshape(-1, heads, dim))
-        lses.append(lse.permute(2, 1, 0).reshape(-1, heads))
-    return torch.cat(outs), torch.cat(lses)
+        at = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
+        parts.append(_attend_rows(q[chunk.queries], (k, v), config, (at, chunk.key_positions), chunk.mask))
+    return _joined(parts)
 
 
 def attend_cached(
@@ -192,7 +212,7 @@ def attend_prefix(
     mask: Tensor | None = None,
     sees_none: Tensor | None = None,
 ) -> PartialAttention:
-    """Attend with all tokens to one shared segment, in one product per key head.
+    """Attend with all tokens to one shared segment.
 
     q: [T, Hq, D].
     k, v: [Hk, S, D].
@@ -201,29 +221,14 @@ def attend_prefix(
     sees_none: [T], true where the mask hides all keys; None where it hides all of no query.
     Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no key.
     """
-    tokens, heads, dim = q.shape
-    if tokens > QUERY_CHUNK_TOKENS and (mask is not None or config.slopes is not None):
-        starts = range(0, tokens, QUERY_CHUNK_TOKENS)
-        parts = []
-        for rows in (slice(first, first + QUERY_CHUNK_TOKENS) for first in starts):
-            own_mask, own_sees_none = (None if x is None else x[rows] for x in (mask, sees_none))
-            parts.append(attend_prefix(q[rows], k, v, config, positions[rows], own_mask, own_sees_none))
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-    key_heads = k.shape[0]
-    group = heads // key_heads
-    queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(1, key_heads, tokens * group, dim)
-    row_mask = None if mask is None else _repeated_rows(mask, group)[None, None]
-    bias, slopes = row_mask, config.head_slopes(key_heads)
-    if slopes is not None:
-        bias = _alibi_bias(slopes, k.shape[1]).transpose(1, 2)  # [Hk, 1, G, S]
-        bias = bias.expand(-1, tokens, -1, -1).reshape(1, key_heads, tokens * group, k.shape[1])
-        bias = bias if row_mask is None else bias + row_mask
-    out, lse = attend(queries, k[None], v[None], config, mask=bias)
-    out = out.reshape(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
-    lse = lse.reshape(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
-    if config.slopes is not None:
-        lse = lse - config.slopes * positions[:, None]
-    return _without_hidden(out, lse, sees_none)
+    keys = torch.arange(k.shape[1], device=q.device)
+    rows_at_once = len(q) if mask is None and config.slopes is None else QUERY_CHUNK_TOKENS
+    parts = []
+    for first in range(0, len(q), rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        chunk_mask = None if mask is None else mask[rows]
+        parts.append(_attend_rows(q[rows], (k, v), config, (positions[rows], keys), chunk_mask))
+    return _without_hidden(*_joined(parts), sees_none)
 
 
 def merge_partial(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -240,7 +245,8 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     Rows begin at multiples of `_ALIGNMENT` elements in memory, as the fused kernels of devices require.
     """
     keys = hidden.shape[-1]
-    mask = torch.zeros((*hidden.shape[:-1], _aligned(keys)), dtype=dtype, device=hidden.device)[..., :keys]
+    aligned = -(-keys // _ALIGNMENT) * _ALIGNMENT
+    mask = torch.zeros((*hidden.shape[:-1], aligned), dtype=dtype, device=hidden.device)[..., :keys]
     return mask.masked_fill_(hidden, -math.inf)
 
 
@@ -256,60 +262,34 @@ def _without_hidden(out: Tensor, lse: Tensor, sees_none: Tensor | None) -> Parti
     return out.masked_fill(sees_none[:, None, None], 0.0), lse.masked_fill(sees_none[:, None], -math.inf)
 
 
-def _repeated_rows(mask: Tensor, times: int) -> Tensor:
-    """Repeat every row of a mask [T, S] -> [T * times, S], aligned as `additive_mask` does."""
-    if times == 1:
-        return mask
-    rows, keys = mask.shape
-    repeated = mask.new_empty((rows, times, _aligned(keys)))[..., :keys]
-    return repeated.copy_(mask[:, None]).flatten(0, 1)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
-def _alibi_bias(slopes: Tensor, keys: int) -> Tensor:
-    """Additive bias [..., 1, S] by key alone; slopes [...].
-
-    Softmax does not change if all scores of a query change alike, so the query's own position is left out, and with it
-    a whole matrix. The log-sum-exp, by which segments are merged, gets it back afterwards.
-    """
-    return slopes[..., None, None] * torch.arange(keys, device=slopes.device)
-
-
-def _window_chunks(tokens: int, window: int, device: torch.device, dtype: torch.dtype) -> Iterator[QueryChunk]:
-    """A causal window in chunks of queries, without the keys that no query of a chunk sees."""
-    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
-        end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, first - window + 1)
-        mask = _window_chunk_mask(end - first, first - oldest, window, device, mask_dtype(device, dtype))
-        positions = torch.arange(oldest, end, device=device)
-        yield QueryChunk(slice(first, end), slice(0, 0), slice(oldest, end), positions, mask)
-
-
-@lru_cache(maxsize=16)
-def _window_chunk_mask(queries: int, older: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask [t, older + t] of t queries over `older` keys and their own."""
-    keys = torch.arange(older + queries, device=device)
-    distance = keys[older:, None] - keys
-    return additive_mask((distance < 0) | (distance >= window), dtype)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, *, is_causal: bool = False, mask: Tensor | None = None
 ) -> PartialAttention:
-    """q [B, H, Tq, D], k and v [B, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq]."""
-    kernel = None if config.softcap is not None else _fused_kernel(q, mask)
+    """q [B, H, Tq, D], k and v [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq].
+
+    PyTorch offers the fused kernels that return the log-sum-exp under internal names only.
+    """
+    kernel = None if config.softcap is not None else fused_kernel(q, mask)
     if kernel is None:
         return attend_unfused(q, k, v, config, is_causal, mask)
-    return kernel(q, k, v, mask, is_causal, config.scale)
+    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    if kernel == HOST:
+        return _attend_on_host(q, (k, v), mask, is_causal, config.scale)
+    if kernel == FLASH:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=config.scale)
+        return out, lse
+    bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, is_causal, scale=config.scale
+    )
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
 
 
 def attend_unfused(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, is_causal: bool, mask: Tensor | None
 ) -> PartialAttention:
     """The formula itself for every device and dtype, with scores in float32, in slices of query rows."""
-    outs, lses = [], []
+    parts = []
     for first in range(0, q.shape[2], SCORE_TOKENS):
         rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
@@ -319,41 +299,43 @@ def attend_unfused(
             scores.masked_fill_(key > key[rows, None], -math.inf)
         if mask is not None:
             scores += mask[:, :, rows if mask.shape[2] > 1 else slice(None), :last]
-        lse = torch.logsumexp(scores, dim=-1)
-        outs.append(torch.matmul(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), v[:, :, :last]))
-        lses.append(lse)
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+        parts.append(_attend_scores(scores, v[:, :, :last]))
+    return _joined(parts, dim=2)
 
 
-# Fused kernels: (q, k, v, mask, is_causal, scale) -> output, log-sum-exp. PyTorch offers those that return the
-# log-sum-exp under internal names only. Without them, the unfused formula gives the same numbers more slowly.
-_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], PartialAttention]
+def _attend_scores(scores: Tensor, v: Tensor) -> PartialAttention:
+    """Scores [..., T, S], v [..., S, D] -> output, log-sum-exp; 0 and minus infinity where all scores are masked."""
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None])
+    return torch.einsum("...ts,...sd->...td", weights.to(v.dtype), v), lse
+
+
+HOST, FLASH, EFFICIENT = "host", "flash", "efficient"
 _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-def _fused_kernel(q: Tensor, mask: Tensor | None) -> _Kernel | None:
+def fused_kernel(q: Tensor, mask: Tensor | None) -> str | None:
+    """Choose a kernel; None: the formula, which gives the same numbers more slowly."""
     if q.device.type == "cpu":
-        return None if _FUSED is None else _attend_on_host
+        return None if _FUSED is None else HOST
     if ATTENTION in switched_off:
         return None
     if mask is not None:
         offsets = mask.storage_offset(), *mask.stride()[:-1]
         if mask.dtype != q.dtype or any(offset % _ALIGNMENT for offset in offsets):
             return None
-    return _device_kernel(q.device, q.dtype, q.shape[-1], mask is not None)
+    return device_kernel(q.device, q.dtype, q.shape[-1], mask is not None)
 
 
 def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
     if device.type == "cpu" or ATTENTION in switched_off:
         return device.type == "cpu"
-    return _device_kernel(device, dtype, head_dim, has_mask=False) is not None
+    return device_kernel(device, dtype, head_dim, has_mask=False) is not None
 
 
 @lru_cache
-def _device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> _Kernel | None:
+def device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> str | None:
     """Choose by the rules that PyTorch documents for its kernels (`torch.nn.attention.SDPBackend`); None: no kernel.
 
     Both: compute capability up to 12.1, heads of whole 16 bytes.
@@ -367,46 +349,29 @@ def _device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_
         return None
     in_16_bits, ampere = dtype in (torch.float16, torch.bfloat16), capability >= (8, 0)
     if in_16_bits and ampere and head_dim <= 256 and not has_mask:
-        return _attend_flash
-    return _attend_efficient if ampere or dtype != torch.bfloat16 else None
-
-
-def _attend_flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> PartialAttention:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
-    return out, lse
-
-
-def _attend_efficient(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> PartialAttention:
-    bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, is_causal, scale=scale
-    )
-    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+        return FLASH
+    return EFFICIENT if ampere or dtype != torch.bfloat16 else None
 
 
 def _attend_on_host(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor, keys_values: KeysValues, mask: Tensor | None, is_causal: bool, scale: float
 ) -> PartialAttention:
     """In float32, a few sequences at a time where keys and values have 16 bits: CPUs multiply those slowly."""
     assert _FUSED is not None
     if q.dtype == torch.float32:
-        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return _FUSED(q, *keys_values, 0.0, is_causal, attn_mask=mask, scale=scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    num_heads = k.shape[1]
-    heads_at_once = max(1, _UPCAST_ELEMENTS // k[0, 0].numel())
+    num_heads, tokens, dim = keys_values[0].shape[1:]
+    heads_at_once = max(1, _UPCAST_ELEMENTS // (tokens * dim))
     for sequence in range(0, len(q), step := max(1, heads_at_once // num_heads)):
         for head in range(0, num_heads, heads_at_once):
             part = slice(sequence, sequence + step), slice(head, head + heads_at_once)
-            own_mask = mask
+            part_mask = mask
             if mask is not None:
-                own_mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape))]
-            operands = (x[part].float() for x in (q, k, v))
-            out[part], lse[part] = _FUSED(*operands, 0.0, is_causal, attn_mask=own_mask, scale=scale)
+                part_mask = mask[tuple(rows if size > 1 else slice(None) for rows, size in zip(part, mask.shape))]
+            operands = (x[part].float() for x in (q, *keys_values))
+            out[part], lse[part] = _FUSED(*operands, 0.0, is_causal, attn_mask=part_mask, scale=scale)
     return out, lse
 
 
@@ -428,8 +393,8 @@ class TopK:
 
     def attend(self, values: Tensor) -> PartialAttention:
         """Values [B, Hk, k, D] of the tokens -> output [B, Hq, D], log-sum-exp [B, Hq]."""
-        weights, lse = _softmax(self.scores)
-        return torch.matmul(weights.to(values.dtype), values).flatten(1, 2), lse.flatten(1, 2)
+        out, lse = _attend_scores(self.scores, values)
+        return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def select_top_k(
@@ -458,7 +423,7 @@ def attend_top_k(
     config: AttentionConfig,
     chunks: Iterable[QueryChunk],
 ) -> PartialAttention:
-    """Attend to a share of the older keys and to all newer ones; else as `attention.attend_two_versions`."""
+    """Attend to a share of the older keys and to all newer ones; else as `attend_two_versions`."""
     parts = []
     for chunk in chunks:
         queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
@@ -466,31 +431,26 @@ def attend_top_k(
         k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
         part = attend_prefix(queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:])
         if older:
-            k, v = (x[chunk.quantized].transpose(0, 1) for x in quantized)
-            positions = positions - chunk.quantized.start
-            part = merge_partial(part, _attend_selected(queries, k, v, config, positions, chunk))
+            selected = _attend_selected(queries, quantized, config, positions - chunk.quantized.start, chunk)
+            part = merge_partial(part, selected)
         parts.append(part)
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    return _joined(parts)
 
 
 def _attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, positions: Tensor, chunk: QueryChunk
+    q: Tensor, quantized: KeysValues, config: AttentionConfig, positions: Tensor, chunk: QueryChunk
 ) -> PartialAttention:
-    """As `attention.attend_prefix`, to the quantized keys that each query of a chunk selects."""
+    """As `attend_prefix`, to the quantized keys that each query [T, Hq, D] of a chunk selects."""
     assert chunk.num_selected is not None
-    tokens, heads, dim = q.shape
-    key_heads, keys = k.shape[:2]
-    group = heads // key_heads
-    queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(key_heads, tokens * group, dim)
-    scores = config.scores(queries, k).view(key_heads, tokens, group, keys).transpose(0, 1)
-    scores = _with_slopes(scores, config, positions[:, None]) + chunk.mask[:, None, None, :keys]
+    k, v = (x[chunk.quantized].transpose(0, 1) for x in quantized)
+    queries = q.unflatten(1, (len(k), -1))  # [T, Hk, G, D]
+    scores = _with_slopes(config.scores(queries, k), config, positions[:, None])
+    scores = scores + chunk.mask[:, None, None, : k.shape[1]]
     weights = _weights(scores)
     largest = weights.topk(max(1, chunk.max_selected), dim=-1).values
-    threshold = largest.gather(2, (chunk.num_selected - 1).clamp_min(0)[:, None, None].expand(-1, key_heads, 1))
-    weights, lse = _softmax(scores.masked_fill((weights < threshold)[:, :, None], -math.inf))
-    weights = weights.to(v.dtype).transpose(0, 1).reshape(key_heads, tokens * group, keys)
-    out = torch.matmul(weights, v).view(key_heads, tokens, group, dim).transpose(0, 1)
-    return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
+    threshold = largest.gather(2, (chunk.num_selected - 1).clamp_min(0)[:, None, None].expand(-1, len(k), 1))
+    out, lse = _attend_scores(scores.masked_fill((weights < threshold)[:, :, None], -math.inf), v)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _with_slopes(scores: Tensor, config: AttentionConfig, positions: Tensor) -> Tensor:
@@ -514,9 +474,3 @@ def num_selected(visible: int, share: float) -> int:
 
 def num_selected_tensor(visible: Tensor, share: float) -> Tensor:
     return torch.ceil(visible.double() * share - _ROUNDING).long()
-
-
-def _softmax(scores: Tensor) -> PartialAttention:
-    """Scores [..., S] -> softmax, and the log-sum-exp [...]; zeros and minus infinity if all scores are masked."""
-    lse = torch.logsumexp(scores, -1)
-    return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None]), lse

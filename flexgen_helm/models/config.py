@@ -193,15 +193,15 @@ class ModelConfig(Identified, ABC):
     def cache_layers(self) -> tuple[int | None, ...]:
         """For each layer the number of the stored keys and values that it attends with; None if it attends to none.
 
-        Most layers have their own. Some use those of an earlier one, the first of them here stores them.
+        Some layers use those of an earlier one; the first of them here stores them.
         """
         numbers: dict[int, int] = {}
-        return tuple(None if own is None else numbers.setdefault(own, len(numbers)) for own in self.key_layers)
+        return tuple(None if layer is None else numbers.setdefault(layer, len(numbers)) for layer in self.key_layers)
 
     @cached_property
     def num_cache_layers(self) -> int:
         """Layers whose keys and values are stored; at least one is counted."""
-        return max(1, *(number + 1 for number in self.cache_layers if number is not None), 1)
+        return max(1, len({*self.cache_layers} - {None}))
 
     @cached_property
     def layer_states(self) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 
 
-# Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight and others.
+# Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for example.
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
 
 
@@ -307,7 +307,7 @@ def stage_names(config: ModelConfig) -> list[str]:
 def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of one stage's tensors.
 
-    A tied head has no matrix of its own, unless another rank of a pipeline has the embedding table.
+    A tied head has no further matrix, unless another rank of a pipeline has the embedding table.
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """

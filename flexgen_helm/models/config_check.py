@@ -14,8 +14,8 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flexgen_helm.models.architectures.fields import MAX_LAYERS
-from flexgen_helm.models.config import ModelConfig, MoEConfig
-from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # Many times what is published, and few enough to list their tensors in no time.
 MAX_EXPERTS = 4096
@@ -36,22 +36,17 @@ def check_config(config: ModelConfig) -> None:
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError("a layer's attention window is below one token")
     for rope in (config.rope, config.local_rope) if isinstance(config, DecoderConfig) else ():
-        if rope is not None:
-            _check_rope(rope, config.head_dim)
-    if config.experts is not None:
-        _check_experts(config.experts)
-
-
-def _check_rope(rope: RopeConfig, head_dim: int) -> None:
-    dim = head_dim if rope.dim is None else rope.dim
-    if not 0 < dim <= head_dim or dim % 2:
-        raise ValueError(f"the rotary embedding turns {dim} of {head_dim} elements of a head; they must be pairs of it")
-    if not (rope.theta > 0 and rope.factor > 0 and all(factor > 0 for factor in rope.factors)):
-        raise ValueError("the rotary embedding has a base or factor that is not positive")
-
-
-def _check_experts(experts: MoEConfig) -> None:
-    if not 1 <= experts.per_token <= experts.count <= MAX_EXPERTS or experts.ffn_size < 1:
+        if rope is None:
+            continue
+        dim = config.head_dim if rope.dim is None else rope.dim
+        if not 0 < dim <= config.head_dim or dim % 2:
+            raise ValueError(
+                f"the rotary embedding turns {dim} of {config.head_dim} elements of a head; they must be pairs of it"
+            )
+        if not all(number > 0 for number in (rope.theta, rope.factor, *rope.factors)):
+            raise ValueError("the rotary embedding has a base or factor that is not positive")
+    experts = config.experts
+    if experts is not None and not (1 <= experts.per_token <= experts.count <= MAX_EXPERTS and experts.ffn_size >= 1):
         raise ValueError(
             f"{experts.per_token} of {experts.count} experts of size {experts.ffn_size} cannot be used; at most "
             f"{MAX_EXPERTS:,} can be read"

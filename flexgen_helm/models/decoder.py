@@ -1,7 +1,7 @@
 """The decoder: embedding, layers and head as equations over a flat list of tokens, without padding.
 
 It receives tensors and operators and returns tensors. Where weights are stored, in which precision, and in which order
-stages run is not known here. Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query
+stages run is not known here. Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query
 heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of a token.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
 from flexgen_helm.models.routing import Routing
 
@@ -67,7 +67,7 @@ _MLP_TOKENS = 4096
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Rows of a table to look up, [T] each: on the compute device, and on the host for a table that is not there."""
+    """Rows [T] of a table to look up: on the compute device, and on the host for a table that is not there."""
 
     on_device: Tensor
     on_host: Tensor
@@ -77,8 +77,7 @@ class TableRows:
 
     def below(self, rows: int) -> TableRows:
         """Row 0 instead of those that a table of `rows` rows does not have."""
-        on_device, on_host = (own.where(own < rows, 0) for own in (self.on_device, self.on_host))
-        return TableRows(on_device, on_host)
+        return TableRows(*(numbers.where(numbers < rows, 0) for numbers in (self.on_device, self.on_host)))
 
 
 class StageWeights(Protocol):
@@ -111,41 +110,6 @@ class StageWeights(Protocol):
         ...
 
 
-class LayerDecoder(Protocol):
-    """What the executor asks of a model: one stage at a time.
-
-    attention: of layers that name no other.
-    """
-
-    dtype: torch.dtype
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def attention(self) -> AttentionConfig: ...
-
-    def rotary(self, positions: Tensor) -> Any:
-        """What layers need besides hidden states and weights, for tokens at absolute positions [T]."""
-        ...
-
-    def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
-        """token_ids and positions [T] -> hidden [T, H]."""
-        ...
-
-    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
-        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
-        ...
-
-    def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
-        ...
-
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select: a weight for each [E]; None for no guess."""
-        ...
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "silu": lambda x: F.silu(x, inplace=True),
@@ -155,24 +119,25 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """The equations of one model."""
+    """The equations of one model. `TransformersDecoder` answers to the same calls.
+
+    attention: of layers that name no other.
+    """
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
-        self._attention = AttentionConfig(
+        self.attention = AttentionConfig(
             scale=config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
             softcap=config.attn_softcap,
             slopes=alibi_slopes(config.num_heads).to(device) if config.alibi else None,
         )
-        _ = self._attention.on_host  # copied now, so that no pass waits for it
+        _ = self.attention.on_host  # copied now, so that no pass waits for it
         self.dtype = dtype
         self._activation = _ACTIVATIONS[config.activation]
-        ropes = {config.layer_rope(layer) for layer in range(config.num_layers)} - {None}
-        self._frequencies = {r: inverse_frequencies(r, config.head_dim).to(device) for r in ropes if r is not None}
-
-    @property
-    def attention(self) -> AttentionConfig:
-        return self._attention
+        ropes = {config.layer_rope(layer) for layer in range(config.num_layers)}
+        self._frequencies = {
+            rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in ropes if rope is not None
+        }
 
     def rotary(self, positions: Tensor) -> dict[RopeConfig, Rotary]:
         """Rotations of tokens at absolute positions [T], for each rotary embedding of the model."""
@@ -196,14 +161,7 @@ class Decoder:
             hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
-    def layer(
-        self,
-        weights: StageWeights,
-        layer: int,
-        hidden: Tensor,
-        rotary: Mapping[RopeConfig, Rotary],
-        attend: Attend,
-    ) -> Tensor:
+    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
         q, k, v = self.before_attention(weights, layer, hidden, rotary)
         return self.after_attention(weights, layer, hidden, attend(q, k, v))
@@ -215,8 +173,11 @@ class Decoder:
         config, rope = self.config, self.config.layer_rope(layer)
         x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
-        if config.qk_norm:
-            q, k = self._qk_norm(weights, "attn.q_norm", q), self._qk_norm(weights, "attn.k_norm", k)
+        if config.qk_norm and config.qk_norm_all_heads:
+            q = self._norm(weights, "attn.q_norm", q.flatten(1)).view_as(q)
+            k = self._norm(weights, "attn.k_norm", k.flatten(1)).view_as(k)
+        elif config.qk_norm:
+            q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
             q, k = rotate(q, rotary[rope]), rotate(k, rotary[rope])
         return q, k, v
@@ -278,10 +239,11 @@ class Decoder:
 
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
         """Each token x [T, H] through the experts of its K largest router probabilities."""
-        routing = self._route(weights, moe, x)
-        return routing.apply(
-            x, weights.use_experts, lambda expert, own: self._mlp(weights, f"mlp.experts.{expert}", own)
-        )
+
+        def expert(number: int, tokens: Tensor) -> Tensor:
+            return self._mlp(weights, f"mlp.experts.{number}", tokens)
+
+        return self._route(weights, moe, x).apply(x, weights.use_experts, expert)
 
     def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Routing:
         probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
@@ -291,18 +253,10 @@ class Decoder:
         return Routing(selected, expert_weights, moe.count)
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
-        weight = weights.vector(f"{name}.weight")
-        if self.config.norm == "rmsnorm":
-            return self._rms_norm(x, weight)
-        return F.layer_norm(x, (self.config.hidden_size,), weight, weights.vector(f"{name}.bias"), self.config.norm_eps)
-
-    def _qk_norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
-        """Norm queries or keys [T, heads, D], each head or all heads of a token together."""
-        normed = x.flatten(1) if self.config.qk_norm_all_heads else x
-        return self._rms_norm(normed, weights.vector(f"{name}.weight")).view_as(x)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return rms_norm(x, weight, self.config.norm_eps, self.config.norm_plus_one)
+        config, weight = self.config, weights.vector(f"{name}.weight")
+        if config.norm == "rmsnorm":
+            return rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
+        return F.layer_norm(x, (config.hidden_size,), weight, weights.vector(f"{name}.bias"), config.norm_eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
@@ -331,15 +285,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    keep = _llama3_ramp(rope, frequencies) if rope.kind == "llama3" else _yarn_ramp(rope, dim)
+    if rope.kind == "llama3":  # Dubey et al. (2024): 1 for short wavelengths, which are kept, 0 for long ones
+        wavelengths = 2 * math.pi / frequencies
+        ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
+        keep = (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    else:
+        keep = _yarn_ramp(rope, dim)
     return keep * frequencies + (1 - keep) * frequencies / rope.factor
-
-
-def _llama3_ramp(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """1 for short wavelengths (kept), 0 for long ones (divided), a ramp between (Dubey et al., 2024)."""
-    wavelengths = 2 * math.pi / frequencies
-    ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
-    return (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
 
 
 def _yarn_ramp(rope: RopeConfig, dim: int) -> Tensor:

@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import Literal
 
 from flexgen_helm.identity import Identified
-from flexgen_helm.models.config import EMBED, EMBED_TABLE, FIRST_VERSION, HEAD, ModelConfig, TensorShapes, tensor_shapes
+from flexgen_helm.models.config import (
+    EMBED,
+    EMBED_TABLE,
+    FIRST_VERSION,
+    HEAD,
+    HEAD_MATRIX,
+    ModelConfig,
+    MoEConfig,
+    TensorShapes,
+    tensor_shapes,
+)
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
@@ -118,9 +128,62 @@ class DecoderConfig(
         return ""
 
     def stage_tensors(self, stage: str) -> TensorShapes:
+        table = EMBED_TABLE, (self.vocab_size, self.embed_size)
         if stage == EMBED:
-            return _embed_tensors(self)
-        return _head_tensors(self) if stage == HEAD else _layer_tensors(self, stage)
+            yield table
+            if self.learned_positions:
+                yield "embed.positions.weight", (self.max_positions + self.position_offset, self.hidden_size)
+            if self.embed_norm:
+                yield from self._norm("embed.norm")
+            if self.projects_embeddings:
+                yield "embed.project_in.weight", (self.hidden_size, self.embed_size)
+        elif stage == HEAD:
+            if self.final_norm:
+                yield from self._norm("head.norm")
+            if self.projects_embeddings:
+                yield "head.project_out.weight", (self.embed_size, self.hidden_size)
+            if not self.tied_head:
+                yield HEAD_MATRIX, (self.vocab_size, self.embed_size)
+            elif not self.has_embedding:
+                yield table
+        else:
+            yield from self._layer_tensors(stage, self.moe(int(stage.removeprefix("layers.")) - self.layers_before))
+
+    def _layer_tensors(self, stage: str, moe: MoEConfig | None) -> TensorShapes:
+        hidden, residual = self.hidden_size, RESIDUALS[self.residual]
+        has_norm = residual.input_norm or residual.sum_norm
+        if has_norm:
+            yield from self._norm(f"{stage}.attn_norm")
+        for part, size in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
+            yield from _linear(f"{stage}.attn.{part}", size, hidden, self.qkv_bias)
+        if self.qk_norm:
+            all_heads = self.qk_norm_all_heads
+            yield f"{stage}.attn.q_norm.weight", (self.q_size if all_heads else self.head_dim,)
+            yield f"{stage}.attn.k_norm.weight", (self.kv_size if all_heads else self.head_dim,)
+        yield from _linear(f"{stage}.attn.o", hidden, self.q_size, self.out_bias)
+        if residual.output_norm:
+            yield from self._norm(f"{stage}.attn_post_norm")
+        if has_norm:
+            yield from self._norm(f"{stage}.mlp_norm")
+        if moe is None:
+            yield from self._mlp(f"{stage}.mlp", self.ffn_size)
+        else:
+            yield f"{stage}.mlp.router.weight", (moe.count, hidden)
+            for expert in range(moe.count):
+                yield from self._mlp(f"{stage}.mlp.experts.{expert}", moe.ffn_size)
+        if residual.output_norm:
+            yield from self._norm(f"{stage}.mlp_post_norm")
+
+    def _norm(self, name: str) -> TensorShapes:
+        if self.norm_affine:
+            yield f"{name}.weight", (self.hidden_size,)
+            if self.norm == "layernorm":
+                yield f"{name}.bias", (self.hidden_size,)
+
+    def _mlp(self, name: str, size: int) -> TensorShapes:
+        for part in ("gate", "up") if self.gated_mlp else ("up",):
+            yield from _linear(f"{name}.{part}", size, self.hidden_size, self.mlp_bias)
+        yield from _linear(f"{name}.down", self.hidden_size, size, self.mlp_bias)
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Rotation of this layer's queries and keys."""
@@ -154,8 +217,7 @@ class DecoderConfig(
     def linear_flops_per_token(self) -> int:
         matrices = 3 if self.gated_mlp else 2
         weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
-        for layer in range(self.num_layers):
-            moe = self.moe(layer)
+        for moe in map(self.moe, range(self.num_layers)):
             width = self.ffn_size if moe is None else moe.per_token * moe.ffn_size
             weights += self.hidden_size * (matrices * width + (0 if moe is None else moe.count))
         return 2 * weights
@@ -170,69 +232,7 @@ class DecoderConfig(
         return max(shape[0] for name, shape in tensor_shapes(self).items() if name.endswith(".up.weight"))
 
 
-def _embed_tensors(config: DecoderConfig) -> TensorShapes:
-    yield EMBED_TABLE, (config.vocab_size, config.embed_size)
-    if config.learned_positions:
-        yield "embed.positions.weight", (config.max_positions + config.position_offset, config.hidden_size)
-    if config.embed_norm:
-        yield from _norm("embed.norm", config)
-    if config.projects_embeddings:
-        yield from _linear("embed.project_in", config.hidden_size, config.embed_size, False)
-
-
-def _head_tensors(config: DecoderConfig) -> TensorShapes:
-    if config.final_norm:
-        yield from _norm("head.norm", config)
-    if config.projects_embeddings:
-        yield from _linear("head.project_out", config.embed_size, config.hidden_size, False)
-    if not config.tied_head:
-        yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
-    elif not config.has_embedding:
-        yield EMBED_TABLE, (config.vocab_size, config.embed_size)
-
-
-def _layer_tensors(config: DecoderConfig, stage: str) -> TensorShapes:
-    hidden, residual = config.hidden_size, RESIDUALS[config.residual]
-    if residual.input_norm or residual.sum_norm:
-        yield from _norm(f"{stage}.attn_norm", config)
-    yield from _linear(f"{stage}.attn.q", config.q_size, hidden, config.qkv_bias)
-    yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
-    yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
-    if config.qk_norm:
-        all_heads = config.qk_norm_all_heads
-        yield f"{stage}.attn.q_norm.weight", (config.q_size if all_heads else config.head_dim,)
-        yield f"{stage}.attn.k_norm.weight", (config.kv_size if all_heads else config.head_dim,)
-    yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
-    if residual.output_norm:
-        yield from _norm(f"{stage}.attn_post_norm", config)
-    if residual.input_norm or residual.sum_norm:
-        yield from _norm(f"{stage}.mlp_norm", config)
-    moe = config.moe(int(stage.removeprefix("layers.")) - config.layers_before)
-    if moe is None:
-        yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
-    else:
-        yield from _linear(f"{stage}.mlp.router", moe.count, hidden, False)
-        for expert in range(moe.count):
-            yield from _mlp(f"{stage}.mlp.experts.{expert}", config, moe.ffn_size)
-    if residual.output_norm:
-        yield from _norm(f"{stage}.mlp_post_norm", config)
-
-
-def _norm(name: str, config: DecoderConfig) -> TensorShapes:
-    if config.norm_affine:
-        yield f"{name}.weight", (config.hidden_size,)
-        if config.norm == "layernorm":
-            yield f"{name}.bias", (config.hidden_size,)
-
-
 def _linear(name: str, out_size: int, in_size: int, bias: bool) -> TensorShapes:
     yield f"{name}.weight", (out_size, in_size)
     if bias:
         yield f"{name}.bias", (out_size,)
-
-
-def _mlp(name: str, config: DecoderConfig, size: int) -> TensorShapes:
-    if config.gated_mlp:
-        yield from _linear(f"{name}.gate", size, config.hidden_size, config.mlp_bias)
-    yield from _linear(f"{name}.up", size, config.hidden_size, config.mlp_bias)
-    yield from _linear(f"{name}.down", config.hidden_size, size, config.mlp_bias)

@@ -13,7 +13,9 @@ What must not change with the size are features: which entries are there, which 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.models.architectures import architecture_by_modules, architecture_of_config
@@ -28,81 +30,76 @@ _LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 # More would take longer than somebody waits for.
 MAX_WEIGHTS = 6_000_000
 
-# Entries that are one size in every small configuration, where they are more than that.
-_SIZES: Mapping[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim"), HIDDEN),
-    **dict.fromkeys(("word_embed_proj_dim", "embedding_size"), HIDDEN // 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 80),
-    **dict.fromkeys(("dense_intermediate_size", "mlp_dim", "dff", "block_ff_dim"), 80),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size"), 40),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 48),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), 48),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"), POSITIONS),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention", "window_size"), WINDOW),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), VOCABULARY),
-    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), 8),
-    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "gate_low_rank_dim"), 24),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "swa_v_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("global_head_dim", "swa_head_dim"), 2 * HEAD_DIM),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_selected_experts"), 2),
-    **dict.fromkeys(("n_group", "moe_router_num_groups"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 8),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_num_groups"), 2),
-    **dict.fromkeys(("mamba_dt_rank", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 0),  # as many as are tried
+# Size of every small configuration -> entries that have it, where they are more than 1.
+_SIZES = {
+    HIDDEN: "hidden_size d_model n_embd embed_dim emb_dim",
+    HIDDEN // 2: "word_embed_proj_dim embedding_size global_head_dim swa_head_dim",
+    80: "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size mlp_dim dff "
+    "block_ff_dim",
+    40: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size",
+    48: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
+    POSITIONS: "max_position_embeddings n_positions max_sequence_length n_ctx",
+    WINDOW: "sliding_window attention_chunk_size local_attention window_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words",
+    24: "q_lora_rank kv_lora_rank gate_low_rank_dim",
+    HEAD_DIM: "qk_rope_head_dim qk_nope_head_dim v_head_dim swa_v_head_dim mamba_d_head mamba_head_dim "
+    "linear_key_head_dim linear_value_head_dim",
+    8: "pronunciation_vocab_size shape_vocab_size hidden_size_per_layer_input laurel_rank num_experts "
+    "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size mamba_chunk_size chunk_size",
+    4: "linear_num_value_heads",
+    0: "num_hidden_layers n_layer n_layers num_layers",  # of parts that see or hear
+    2: "num_experts_per_tok moe_k moe_topk top_k_experts num_selected_experts n_group moe_router_num_groups "
+    "n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups mamba_num_groups "
+    "mamba_dt_rank linear_num_key_heads",
 }
+_SIZE_OF: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
 # Of parts beside the language model: they are built, and not used.
 _SIZES_OF_OTHER_PARTS = dict(num_hidden_layers=1, num_blocks=1, num_attention_heads=4, image_size=28, patch_size=14)
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
 _KV_HEADS = (
-    "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads", "swa_num_key_value_heads",
-)  # fmt: skip
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "num_global_key_value_heads",
+    "swa_num_key_value_heads",
+)
 # Numbers of layers, which become layers of the small configuration.
 _NUMBERS_OF_LAYERS = {"mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs", "kv_shared_layer_index"}
 # Entries without influence on values, and those of tokens.
-_WITHOUT_INFLUENCE = {
-    "_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache",
-    "initializer_range", "initializer_factor", "init_std", "id2label", "label2id", "problem_type", "output_attentions",
-    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "quantization_config", "gradient_checkpointing",
-    "task_specific_params", "finetuning_task", "tokenizer_class", "prefix", "torchscript", "pruned_heads",
-    "is_encoder_decoder", "cross_attention_hidden_size", "classifier_dropout", "router_jitter_noise",
-    "router_aux_loss_coef", "output_router_logits", "pretraining_tp", "model_type",
-}  # fmt: skip
+_WITHOUT_INFLUENCE = re.compile(
+    "_name_or_path|architectures|auto_map|transformers_version|dtype|torch_dtype|use_cache|initializer_range|"
+    "initializer_factor|init_std|id2label|label2id|problem_type|output_attentions|output_hidden_states|return_dict|"
+    "chunk_size_feed_forward|quantization_config|gradient_checkpointing|task_specific_params|finetuning_task|"
+    "tokenizer_class|prefix|torchscript|pruned_heads|is_encoder_decoder|cross_attention_hidden_size|"
+    "router_jitter_noise|router_aux_loss_coef|output_router_logits|pretraining_tp|model_type|"
+    r".*(_token_ids?|dropout|_pdrop|_config)"
+)
 
 
 def kind_text(content: Mapping[str, Any]) -> str:
     """Return what a `config.json` says besides sizes: two models of one kind compute by the same steps.
 
-    Numbers count as 0, 1, or others. Of what layers have each, the different ones count.
+    Numbers count as 0, 1, or larger. Of entries with a value for every layer, the different values count.
     """
     text = content.get("text_config")
-    own = {**content, **text} if isinstance(text, Mapping) else dict(content)
-    ties = sum(bool(own.get(name)) and own[name] == own.get(heads) for name in _KV_HEADS for heads in _HEADS)
-    names = own.get("architectures") or [""]
-    return json.dumps([str(names[0]), ties, _kind({key: own[key] for key in own if _matters(key)})], sort_keys=True)
-
-
-def _matters(name: str) -> bool:
-    return name not in _WITHOUT_INFLUENCE and not name.endswith(
-        ("_token_id", "_token_ids", "dropout", "_pdrop", "_config")
+    entries = {**content, **text} if isinstance(text, Mapping) else dict(content)
+    ties = sum(
+        bool(entries.get(name)) and entries[name] == entries.get(heads) for name in _KV_HEADS for heads in _HEADS
     )
+    names = entries.get("architectures") or [""]
+    features = {name: value for name, value in entries.items() if not _WITHOUT_INFLUENCE.fullmatch(name)}
+    return json.dumps([str(names[0]), ties, _kind(features)], sort_keys=True)
 
 
 def _kind(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _kind(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        kinds = {json.dumps(_kind(inner), sort_keys=True) for inner in value}
-        return sorted(kinds)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return sorted({json.dumps(_kind(inner), sort_keys=True) for inner in value})
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (0, 1):
         return value
-    return value if value in (0, 1) else "n"
+    return "n"
 
 
 def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[Any, Any]]:
@@ -113,12 +110,12 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
     from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 
     find = architecture_by_modules if isinstance(config, TransformersConfig) else architecture_of_config
-    cls, own = class_and_config(json.dumps(content))
-    full = own.to_dict()
+    cls, whole = class_and_config(json.dumps(content))
+    full = whole.to_dict()
     kinds = layer_kinds(config)
     for layers in _layers_tried(full, config.num_layers):
         try:
-            small = type(own)(**small_config(full, layers))
+            small = type(whole)(**small_config(full, layers))
             entries = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
             found = layer_kinds(find(entries).read_config(entries))
         except Exception:  # a configuration class raises whatever its entries lead to
@@ -139,28 +136,24 @@ def _layer_kind(config: ModelConfig, layer: int) -> Any:
         return *common, config.layer_rope(layer) == config.rope
     assert isinstance(config, TransformersConfig)
     kind = config.modules.kind(layer)
-    mixer = (
-        None if kind.mixer is None else (kind.mixer.path, kind.mixer.inputs, kind.mixer.output, kind.mixer.one_by_one)
-    )
-    names = tuple(name for name, _ in (*kind.matrices, *kind.others))
+    mixer = None if kind.mixer is None else replace(kind.mixer, states=(), width=0)
+    names = tuple(name for name, _ in (*kind.matrices, *kind.resident))
     reads = any(layer in shared.readers for shared in config.modules.shared_keys)
-    return *common, names, tuple(own.path for own in kind.experts), mixer, kind.attends, reads
+    return *common, names, tuple(experts.path for experts in kind.experts), mixer, kind.attends, reads
 
 
 def _layers_tried(full: Mapping[str, Any], count: int) -> Iterator[list[int]]:
     """Yield the layers of the whole model that the small one has: the first of each kind, or a beginning."""
-    lists = _layer_lists(full, count)
+    lists = _layer_lists(full, count).values()
     shared = count - (full.get("num_kv_shared_layers") or 0)
-    signatures = [(layer >= shared, *(json.dumps(own[layer]) for own in lists.values())) for layer in range(count)]
+    signatures = [(layer >= shared, *(json.dumps(values[layer]) for values in lists)) for layer in range(count)]
     first = sorted({signatures.index(signature) for signature in signatures})
     if lists and len(first) > 1:
         yield first
         yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
-    for number in _LAYER_COUNTS:
-        if number <= count:
+    for number in sorted({*_LAYER_COUNTS, count}):
+        if number <= min(count, _LAYER_COUNTS[-1]):
             yield list(range(number))
-    if count <= _LAYER_COUNTS[-1]:
-        yield list(range(count))
 
 
 def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
@@ -174,30 +167,31 @@ def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]
 
 def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     """Return the entries of a small configuration with these layers of the whole one."""
-    count = next((full[name] for name in _LAYERS if isinstance(full.get(name), int)), len(layers))
+    numbers = {name: value for name, value in full.items() if isinstance(value, int)}
+    count = next((numbers[name] for name in _LAYERS if name in numbers), len(layers))
     small = {name: value for name, value in full.items() if name not in ("architectures", "dtype", "torch_dtype")}
-    for name, value in _layer_lists(full, count).items():
-        small[name] = [_smaller(name, value[layer]) for layer in layers]
-    for name in _NUMBERS_OF_LAYERS & full.keys():
-        if isinstance(full[name], (list, tuple)):
-            small[name] = [new for new, layer in enumerate(layers) if layer in full[name]]
-    for name, value in list(small.items()):
-        if not isinstance(value, (list, tuple)):
-            small[name] = _smaller(name, value)
+    for name, value in small.items():
         if isinstance(value, Mapping) and "model_type" in value:  # a part that sees or hears
             small[name] = {key: _smaller(key, inner) for key, inner in value.items()} | _SIZES_OF_OTHER_PARTS
-    for name in _LAYERS:
-        if isinstance(full.get(name), int):
-            small[name] = len(layers)
-    shared = full.get("num_kv_shared_layers")
-    if shared:
+        elif name in _NUMBERS_OF_LAYERS and isinstance(value, (list, tuple)):
+            small[name] = [new for new, layer in enumerate(layers) if layer in value]
+        else:
+            small[name] = _smaller(name, value)
+    for name, value in _layer_lists(full, count).items():
+        small[name] = [_smaller(name, value[layer]) for layer in layers]
+    small |= dict.fromkeys(numbers.keys() & _LAYERS, len(layers))
+    if shared := full.get("num_kv_shared_layers"):
         small["num_kv_shared_layers"] = sum(layer >= count - shared for layer in layers)
-    if isinstance(full.get("first_k_dense_replace"), int):
-        small["first_k_dense_replace"] = min(full["first_k_dense_replace"], 1)
-    if isinstance(full.get("moe_layer_end_index"), int):
+    if "first_k_dense_replace" in numbers:
+        small["first_k_dense_replace"] = min(numbers["first_k_dense_replace"], 1)
+    if "moe_layer_end_index" in numbers:
         small["moe_layer_end_index"] = len(layers) - 1
-    _set_heads(full, small)
-    _set_groups(full, small)
+    if "topk_group" in numbers and "n_group" in numbers:  # experts are selected in as many groups as before, or fewer
+        small["topk_group"] = small["n_group"] if numbers["topk_group"] == numbers["n_group"] else 1
+    for name in ("word_embed_proj_dim", "embedding_size"):
+        if full.get(name) is not None and full[name] == full.get("hidden_size"):
+            small[name] = HIDDEN
+    _set_heads(numbers, small)
     _set_states(full, small)
     _set_rope(full, small)
     return small
@@ -206,47 +200,31 @@ def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
 def _smaller(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if name in _SIZES:
-        return _SIZES[name] if value > 1 else value
-    if name.endswith("_token_id"):
-        return min(value, 2)
-    return value
+    if name in _SIZE_OF and value > 1:
+        return _SIZE_OF[name]
+    return min(value, 2) if name.endswith("_token_id") else value
 
 
-def _set_heads(full: Mapping[str, Any], small: dict[str, Any]) -> None:
+def _set_heads(numbers: Mapping[str, int], small: dict[str, Any]) -> None:
     """Set the heads so that those which are as many as others stay so, and a head is as wide as it was or wider."""
-    heads = next((full[name] for name in _HEADS if isinstance(full.get(name), int)), HEADS)
-    for name in _HEADS:
-        if isinstance(full.get(name), int):
-            small[name] = HEADS
-    for name in _KV_HEADS:
-        if isinstance(full.get(name), int):
-            small[name] = HEADS if full[name] >= heads else 1 if full[name] == 1 else HEADS // 2
-    hidden = next((full[name] for name in ("hidden_size", "d_model", "n_embd") if isinstance(full.get(name), int)), 0)
-    if isinstance(full.get("head_dim"), int):
-        narrow = hidden and full["head_dim"] * heads == hidden
-        small["head_dim"] = HEAD_DIM if narrow else HEAD_DIM + 8
-        if "qk_rope_head_dim" in full and "kv_lora_rank" in full:
+    heads = next((numbers[name] for name in _HEADS if name in numbers), HEADS)
+    small |= dict.fromkeys(numbers.keys() & _HEADS, HEADS)
+    for name in numbers.keys() & _KV_HEADS:
+        small[name] = HEADS if numbers[name] >= heads else 1 if numbers[name] == 1 else HEADS // 2
+    if "head_dim" in numbers:
+        hidden = next((numbers[name] for name in ("hidden_size", "d_model", "n_embd") if name in numbers), 0)
+        small["head_dim"] = HEAD_DIM if hidden and numbers["head_dim"] * heads == hidden else HEAD_DIM + 8
+        if numbers.keys() >= {"qk_rope_head_dim", "kv_lora_rank"}:
             parts = ("qk_rope_head_dim", "qk_nope_head_dim")
-            is_sum = full["head_dim"] == sum(full[part] for part in parts)
+            is_sum = numbers["head_dim"] == sum(numbers[part] for part in parts)
             small["head_dim"] = sum(small[part] for part in parts) if is_sum else small["qk_rope_head_dim"]
-    if isinstance(full.get("query_pre_attn_scalar"), (int, float)):
+    if small.get("query_pre_attn_scalar") is not None:
         small["query_pre_attn_scalar"] = 20
-
-
-def _set_groups(full: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Experts are selected in groups, as many of them as before or fewer than there are."""
-    if isinstance(full.get("topk_group"), int) and isinstance(full.get("n_group"), int):
-        small["topk_group"] = small["n_group"] if full["topk_group"] == full["n_group"] else 1
-    for name in ("word_embed_proj_dim", "embedding_size"):
-        if full.get(name) is not None and full[name] == full.get("hidden_size"):
-            small[name] = HIDDEN
 
 
 def _set_states(full: Mapping[str, Any], small: dict[str, Any]) -> None:
     """Heads of Mamba are as wide together as what they are given."""
-    expand = full.get("mamba_expand") or full.get("expand") or 2
-    inner = int(expand * HIDDEN)
+    inner = int((full.get("mamba_expand") or full.get("expand") or 2) * HIDDEN)
     for name in ("mamba_n_heads", "mamba_num_heads"):
         if isinstance(full.get(name), int):
             small[name] = inner // HEAD_DIM
@@ -267,19 +245,18 @@ def _set_rope(full: Mapping[str, Any], small: dict[str, Any]) -> None:
 
 
 def _small_rope(rope: Mapping[str, Any], dim: int, full: Mapping[str, Any]) -> dict[str, Any]:
-    if any(isinstance(value, Mapping) for value in rope.values()):  # of each kind of layer
-        return {
-            key: _small_rope(value, dim, full) if isinstance(value, Mapping) else value for key, value in rope.items()
-        }
-    small = dict(rope)
+    # Parameters may be those of each kind of layer.
+    small = {
+        name: _small_rope(value, dim, full) if isinstance(value, Mapping) else value for name, value in rope.items()
+    }
     rotated = int(dim * (rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0)) // 2
     for name in ("short_factor", "long_factor"):
-        if isinstance(rope.get(name), (list, tuple)):
+        if name in rope and rope[name] is not None:
             small[name] = [rope[name][len(rope[name]) * pair // rotated] for pair in range(rotated)]
-    if isinstance(rope.get("mrope_section"), (list, tuple)):
+    if rope.get("mrope_section") is not None:
         parts = len(rope["mrope_section"])
         small["mrope_section"] = [rotated - (parts - 1) * (rotated // parts), *[rotated // parts] * (parts - 1)]
-    if isinstance(rope.get("original_max_position_embeddings"), int):
+    if rope.get("original_max_position_embeddings") is not None:
         long = rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic")
         small["original_max_position_embeddings"] = POSITIONS // (2 if long else 4)
     return small

@@ -35,7 +35,7 @@ class Routing:
     ) -> Tensor:
         """Each token x [T, H] through its experts -> their weighted sum [T, H] (Shazeer et al., 2017).
 
-        Tokens are sorted by expert, so that each expert multiplies its own in one product:
+        Tokens are sorted by expert, so that an expert multiplies all of them in one product:
 
             sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert … T K
 
@@ -52,11 +52,8 @@ class Routing:
         announce([number for number, _ in parts])
         out = torch.zeros_like(x)
         for number, part in parts:
-            own = x.index_select(0, tokens[part])
-            if weighs_input:
-                y = expert(number, own.mul_(token_weights[part]))
-            else:
-                y = expert(number, own).mul_(token_weights[part])
+            given, weights = x.index_select(0, tokens[part]), token_weights[part]
+            y = expert(number, given.mul_(weights)) if weighs_input else expert(number, given).mul_(weights)
             out.index_add_(0, tokens[part], y)
         return out
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import aligned
-from flexgen_helm.offload.transfer_manager import HostRegion, Launched, TransferManager
+from flexgen_helm.offload.transfer_manager import Launched, TransferManager
 from flexgen_helm.planner.placement import TIERS, Tier
 
 
@@ -23,7 +23,6 @@ class _StoredBatch:
 
     resident: the first rows, on the compute device.
     stores: tier -> store of the next rows; its result is the rows in host memory, or None on the disk.
-    regions: of host memory that have the rows.
     claims: releases the memory on all tiers.
     fetch: of all rows to the compute device, once `prefetch` was called.
     """
@@ -31,7 +30,6 @@ class _StoredBatch:
     shape: torch.Size
     resident: Tensor
     stores: dict[Tier, Future[Tensor | None]] = field(default_factory=dict)
-    regions: list[HostRegion] = field(default_factory=list)
     claims: ExitStack = field(default_factory=ExitStack)
     fetch: Future[Tensor] | None = None
 
@@ -70,7 +68,7 @@ class ActivationStore:
             if tier == compute_tier:
                 stored.resident = part
             elif rows:
-                stored.stores[tier] = self._store_async(batch, tier, part, stored.regions)
+                stored.stores[tier] = self._store_async(batch, tier, part)
             if tier == last:
                 break
         if stored.stores:
@@ -104,7 +102,7 @@ class ActivationStore:
         self.prefetch(batch)
         stored = self._batches[batch]
         hidden = stored.resident if stored.fetch is None else self._tiers.wait(stored.fetch, "activations")
-        self._release(self._batches.pop(batch))
+        self._batches.pop(batch).claims.close()
         return hidden
 
     def close(self) -> None:
@@ -113,31 +111,19 @@ class ActivationStore:
             for future in (*stored.stores.values(), stored.fetch):
                 if future is not None:
                     future.exception()  # waits
-            self._release(stored)
+            stored.claims.close()
         self._batches.clear()
         for file in self._files.values():
             file.close(delete=True)
         self._files.clear()
 
-    def _release(self, stored: _StoredBatch) -> None:
-        stored.claims.close()
-        for region in stored.regions:
-            assert self._tiers.host_pool is not None
-            self._tiers.host_pool.give_back(region)
-
-    def _store_async(self, batch: int, tier: Tier, part: Tensor, regions: list[HostRegion]) -> Future[Tensor | None]:
+    def _store_async(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
         if tier == "disk" and (batch not in self._files or self._files[batch].size < aligned(part.nbytes)):
             if batch in self._files:
                 self._files.pop(batch).close(delete=True)
             self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", part.nbytes)
 
         def store(after: Launched) -> Tensor | None:
-            pool = self._tiers.host_pool
-            if tier != "disk" and pool is not None:
-                region = pool.take(part.nbytes)
-                regions.append(region)
-                target = region.memory.view(part.dtype).view(part.shape)
-                return self._tiers.to_host(part, "activations", target, after)
             on_host = self._tiers.to_host(part, "activations", after=after)
             if tier != "disk":
                 return on_host

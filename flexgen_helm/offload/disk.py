@@ -3,7 +3,6 @@
 Layout of an offload directory:
 
     weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all runs of these weights
-    weights-<fingerprint>-<format>/manifest.json  size of each file
     weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from the checkpoint
     run-<pid>-<n>/                                cache and activations of one engine, deleted when it closes
     run-<pid>-<n>.lock                            locked by that process; a run whose lock is free is dead and deleted
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -22,14 +20,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
-from flexgen_helm.files import exact_size, replace_text
+from flexgen_helm.files import exact_size
 from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.transfer_stats import DiskRates
@@ -181,7 +178,7 @@ class OffloadDirectory:
         fingerprint: of the checkpoint.
         fmt: label of the format that the matrices are stored in, a 16-bit dtype or `Precision.weights_label`.
         """
-        return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), fingerprint, fmt, self._rates)
+        return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), self._rates)
 
     def close(self) -> None:
         """Delete the files of this run."""
@@ -209,19 +206,18 @@ class OffloadDirectory:
 class WeightFiles:
     """The matrices of one model in one format, a file each. Whoever needs a file first writes it.
 
-    A file is valid once the manifest, which is written after it, has its size. So a file that was cut short is written
-    again. The folder's name has the weights' fingerprint, so that no file of another model is used.
+    A file gets its name once it is whole and on the disk. The folder's name has the weights' fingerprint, so that no
+    file of another model is used.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, fmt: str, rates: DiskRates | None = None) -> None:
+    def __init__(self, folder: Path, rates: DiskRates | None = None) -> None:
         """rates: of a simulated disk; files are written as fast as the real one is."""
-        self._folder, self._fingerprint, self._fmt, self._rates = folder, fingerprint, fmt, rates
-        self._known: tuple[tuple[int, int], dict[str, Any]] | None = None  # a version of the manifest, and its content
+        self._folder, self._rates = folder, rates
         self._checked: set[str] | None = None  # as `checked.txt` has them
-        self._lock = folder / "manifest.lock"
+        self._lock = folder / ".lock"
 
     def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:
-        """Open the file of a matrix; write it first if there is no valid one. Other processes that need it wait.
+        """Open the file of a matrix; write it first if there is none of its size. Other processes that need it wait.
 
         size: bytes of the matrix.
         tiles: its content in order, read only to write it.
@@ -229,13 +225,8 @@ class WeightFiles:
         path = self._folder / name
         try:
             with locked(self._lock):
-                files = self._manifest()["files"]
-                is_known = isinstance(files.get(name), dict) and files[name].get("size") == size
-                if not is_known or not path.is_file() or path.stat().st_size != aligned(size):
+                if not path.is_file() or path.stat().st_size != aligned(size):
                     self._write(path, size, tiles)
-                    files[name] = {"size": size}
-                    manifest = {"fingerprint": self._fingerprint, "form": self._fmt, "files": files}
-                    self._write_manifest(manifest)
         except OSError as error:
             raise _offload_error(error, path, size) from error
         return DirectFile(path, size, create=False, rates=self._rates)
@@ -243,16 +234,15 @@ class WeightFiles:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files that are there."""
-        return sum(entry["size"] for entry in self._manifest()["files"].values())
+        paths = self._folder.glob("[!.]*")
+        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt", ".json", ".lock"))
 
     def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
         """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless that was done."""
         path = self._folder / "checked.txt"
         try:
             if self._checked is None:
-                # A line without its end was cut short.
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-                self._checked = {line.removesuffix("\n") for line in lines if line.endswith("\n")}
+                self._checked = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
             if name not in self._checked:
                 for _ in tiles:
                     pass
@@ -262,30 +252,10 @@ class WeightFiles:
         except OSError as error:
             raise _offload_error(error, path, ALIGNMENT) from error
 
-    def _manifest(self) -> dict[str, Any]:
-        """Read the manifest; an empty one if it is missing, damaged or of other weights, so that all is rewritten."""
-        empty: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._fmt, "files": {}}
-        path = self._folder / "manifest.json"
-        try:
-            version = _version(path)
-            if self._known is None or self._known[0] != version:  # of thousands of experts it takes milliseconds
-                self._known = version, json.loads(path.read_text(encoding="utf-8"))
-            manifest = self._known[1]
-            is_ours = manifest["fingerprint"] == self._fingerprint and manifest["form"] == self._fmt
-            return manifest if is_ours and isinstance(manifest["files"], dict) else empty
-        except (OSError, ValueError, KeyError, TypeError):
-            return empty
-
-    def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        path = self._folder / "manifest.json"
-        self._known = None
-        replace_text(path, json.dumps(manifest, indent=1, sort_keys=True))
-        self._known = _version(path), manifest
-
     def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> None:
-        """Write a matrix beside its place, then move it there."""
+        """Write a matrix under another name, then rename it."""
         part = path.with_name(path.name + ".part")
-        for abandoned in (*self._folder.glob("*.part"), *self._folder.glob(".*.tmp")):
+        for abandoned in self._folder.glob("*.part"):
             abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock
         file = DirectFile(part, size, create=True)
         try:
@@ -315,17 +285,11 @@ class WeightFiles:
 def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:
     """Return the bytes of the weight files that an offload directory has; see `OffloadDirectory.weights`."""
     path = _weights_folder(folder, fingerprint, fmt)
-    return WeightFiles(path, fingerprint, fmt).num_bytes if path.is_dir() else 0
+    return WeightFiles(path).num_bytes if path.is_dir() else 0
 
 
 def _weights_folder(folder: Path, fingerprint: str, fmt: str) -> Path:
     return folder / f"weights-{fingerprint[:32]}-{fmt}"
-
-
-def _version(path: Path) -> tuple[int, int]:
-    """Return what differs between two versions of a file that is replaced as a whole."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,181 +1,109 @@
 """Experts on slower tiers, brought to the compute device once tokens are routed to them.
 
 The router decides in the middle of a layer. Then exactly the chosen experts that no slot holds are loaded, in the
-order of their use. What a slot holds stays until its memory is needed (`offload.expert_cache`), so hot experts are not
-read again. While nothing else is loaded, experts that the next layer will probably choose are.
+order of their use. What a slot holds stays until its memory is needed, so hot experts are not read again. While
+nothing else is loaded, experts that the next layer will probably choose are.
 
     computing  | layer 3: attention, router | expert 4 | expert 9 | layer 4: attention, router | …
-    loaders             use_experts([4, 9]) | 4 | 9 |  4.7? 4.12?  (guesses)     | …
+    loaders                    use([4, 9])  | 4 | 9 |  4.7? 4.12?  (guesses)     | …
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.matrices import ExpertMatrix, OffloadedMatrix
-from flexgen_helm.offload.prefetcher import num_loaders
-from flexgen_helm.offload.transfer_stats import TransferStats
-from flexgen_helm.planner.placement import GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE
-
-# Which experts staging memory holds, and which one gives its slot to the next. No threads, no tensors.
-
-Key = TypeVar("Key", bound=Hashable)
+from flexgen_helm.offload.matrices import Expert
+from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.planner.placement import GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE, NUM_LOADERS
 
 # Uses for each known expert after which all counts are halved, so that what was hot once does not stay for ever.
 _HALF_LIFE = 8
-
-
-class ExpertCache(Generic[Key]):
-    """Slots, and how often each expert was used."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._slots: dict[Key, int] = {}  # from the oldest to the newest
-        self._free = [*range(num_slots - 1, -1, -1)]
-        self._uses: dict[Key, float] = {}
-        self._uses_left = 0
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._slots
-
-    def slot(self, key: Key) -> int:
-        return self._slots[key]
-
-    def uses(self, key: Key) -> float:
-        """Return how often an expert was used, old uses counted less."""
-        return self._uses.get(key, 0.0)
-
-    def note_use(self, key: Key) -> None:
-        if not self._uses_left:
-            self._uses = {known: count / 2 for known, count in self._uses.items()}
-            self._uses_left = _HALF_LIFE * max(1, len(self._uses))
-        self._uses_left -= 1
-        self._uses[key] = self.uses(key) + 1
-
-    def victim(self, keep: Container[Key], prefers: Callable[[Key], bool] = lambda key: False) -> Key | None:
-        """Return the expert whose slot is worth least; None if all are in `keep`.
-
-        prefers: those that are dropped last.
-        """
-        newest_first = [key for key in reversed(self._slots) if key not in keep]
-        return min(newest_first, key=lambda key: (prefers(key), self.uses(key)), default=None)
-
-    @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free)
-
-    def put(self, key: Key) -> int:
-        """Give an expert a free slot."""
-        assert key not in self._slots
-        self._slots[key] = self._free.pop()
-        return self._slots[key]
-
-    def drop(self, key: Key) -> None:
-        self._free.append(self._slots.pop(key))
+# Seconds after which a guess looks again whether other weights are on their way.
+_POLL_S = 0.001
 
 
 @dataclass(eq=False)
 class _Load:
     """An expert in a slot, or on its way there.
 
+    matrices: by name, in the slot.
     is_guess: nobody has used it yet.
     """
 
-    expert: str
-    is_guess: bool
-    is_done: bool = False
-    error: BaseException | None = None
+    slot: int
+    matrices: Future[dict[str, Tensor]]
+    is_guess: bool = False
 
 
 class ExpertStreamer:
-    """Loads experts into slots. One thread uses them; errors of a loader surface where the expert is used."""
+    """Loads experts into slots, in background threads; for the computing thread. Errors surface at the use.
+
+    Guesses are made by a background thread, which nothing else runs beside: the next call ends them first.
+    """
 
     def __init__(
         self,
-        stored: Mapping[str, OffloadedMatrix],
+        experts: Mapping[str, Expert],
         slots: Tensor,
-        stats: TransferStats,
-        overlap: bool,
-        *,
-        launched: Callable[[], torch.cuda.Event | None] = lambda: None,
+        tiers: TransferManager,
         is_idle: Callable[[], bool] = lambda: True,
-        wake: threading.Condition | None = None,
     ) -> None:
-        """stored: expert -> its bytes, in pages.
+        """slots: memory [slots, bytes] on the compute device; a slot holds the largest expert.
 
-        slots: memory [slots, bytes] on the compute device; a slot holds the largest expert.
-        overlap: False loads each expert when it is used, in the thread that uses it, and guesses nothing.
-        launched: of the device's copies; a slot is loaded once the last reader of its memory is done.
-        is_idle: whether nothing else is loaded, so that guesses may be.
-        wake: notified when `is_idle` may have changed.
+        is_idle: whether no other weights are on their way, so that guesses may be.
         """
-        self._stored, self._slots, self._stats, self._overlap = stored, slots, stats, overlap
-        self._launched, self._is_idle = launched, is_idle
+        self._experts, self._slots, self._tiers, self._is_idle = experts, slots, tiers, is_idle
+        self._free = list(range(len(slots)))
         self._readers: dict[int, torch.cuda.Event | None] = {}  # work that reads a slot
-        self._cache: ExpertCache[str] = ExpertCache(len(slots))
-        self._loads: dict[str, _Load] = {}  # what each slot holds
+        self._loads: dict[str, _Load] = {}  # what slots hold, from the oldest to the newest
+        self._uses: dict[str, float] = {}  # old ones count less
+        self._uses_left = 0
         self._wanted: deque[str] = deque()  # by the batch under way, in the order of use
         self._stage_used_again: str | None = None
-        self._guess: tuple[Sequence[str], Tensor] | None = None  # experts of a stage and their scores
-        self._guesses: deque[str] = deque()
-        self._num_busy = 0
-        self._closed = False
-        self._wake = wake or threading.Condition()
-        names = [f"experts loader {i}" for i in range(num_loaders(overlap) if overlap else 0)]
-        self._loaders = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for loader in self._loaders:
-            loader.start()
+        self._guessing: Future[None] | None = None
+        self._ends_guessing = threading.Event()
 
     def use(self, experts: Sequence[str], stage: str, used_again: bool) -> None:
         """Load the experts of a batch, in the order of their use.
 
         used_again: another batch uses the same stage next, so what is loaded now is dropped last.
         """
-        with self._wake:
-            self._wanted = deque(experts)
-            self._stage_used_again = f"{stage}." if used_again else None
-            if self._guesses and self._guesses[0].startswith(f"{stage}."):
-                self._guesses.clear()
-            for expert in experts:
-                self._cache.note_use(expert)
-                if expert in self._loads:
-                    self._loads[expert].is_guess = False
-            self._wake.notify_all()
+        self._end_guessing()
+        self._wanted = deque(experts)
+        self._stage_used_again = f"{stage}." if used_again else None
+        for expert in experts:
+            if not self._uses_left:
+                self._uses = {known: count / 2 for known, count in self._uses.items()}
+                self._uses_left = _HALF_LIFE * max(1, len(self._uses))
+            self._uses_left -= 1
+            self._uses[expert] = self._uses.get(expert, 0.0) + 1
+            if expert in self._loads:
+                self._loads[expert].is_guess = False
+        self._load_wanted()
 
-    def matrix(self, matrix: ExpertMatrix) -> Tensor:
+    def matrix(self, expert: str, name: str) -> Tensor:
         """Return a matrix of an expert that the batch uses, in its storage format; wait until it is loaded.
 
         The experts before it are given up.
         """
-        expert = matrix.expert
-        with self._wake:
-            assert expert in self._wanted, f"{expert} was not asked for, or is used in another order"
-            while self._wanted[0] != expert:
-                self._give_up()
-        if not self._overlap and expert not in self._loads:
-            with self._wake:
-                load = self._next_wanted()
-                assert load is not None and load.expert == expert
-            self._fill(load)
-        load = self._wait(expert)
-        if load.error is not None:
-            raise load.error
-        return matrix.view(self._slots[self._cache.slot(expert)])
+        assert expert in self._wanted, f"{expert} was not asked for, or is used in another order"
+        while self._wanted[0] != expert:
+            self._give_up()
+        self._load_wanted()
+        return self._tiers.wait(self._loads[expert].matrices, "weights")[name]
 
     def finish(self) -> None:
         """End the use of a stage by a batch."""
-        with self._wake:
-            while self._wanted:
-                self._give_up()
+        while self._wanted:
+            self._give_up()
 
     def guess(self, experts: Sequence[str], scores: Tensor) -> None:
         """Load likely experts of the next stage while nothing else is loaded, within a small share of all bytes.
@@ -183,170 +111,104 @@ class ExpertStreamer:
         experts: of the stage, those that are offloaded or not, by number.
         scores: how likely each is [E], on any device; 0 for one that is not expected.
         """
-        if self._overlap:
-            with self._wake:
-                self._guess = experts, scores
-                self._wake.notify_all()
+        if self._tiers.overlap and self._guessing is None and not self._wanted:
+            guess = partial(self._guess, experts, scores)
+            self._guessing = self._tiers.submit("experts loader", guess, NUM_LOADERS)
 
     def cancel(self) -> None:
         """Forget what was asked for; wait for loads under way. What slots hold stays."""
-        with self._wake:
-            while self._wanted:
-                self._give_up()
-            self._guesses.clear()
-            self._guess = self._stage_used_again = None
-            self._wake.wait_for(lambda: not self._num_busy)
-            for load in [load for load in self._loads.values() if not load.is_done or load.error is not None]:
-                self._drop(load.expert)
+        self._end_guessing()
+        self.finish()
+        self._stage_used_again = None
+        for expert in [name for name, load in self._loads.items() if load.matrices.exception() is not None]:
+            self._drop(expert)
 
-    def close(self) -> None:
-        self.cancel()
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
-        for loader in self._loaders:
-            loader.join()
+    def _load_wanted(self) -> None:
+        """Begin to load wanted experts that no slot holds, as far as there is room."""
+        for position, expert in enumerate(self._wanted):
+            if expert in self._loads:
+                continue
+            if not self._free:
+                victim = self._victim()
+                if victim is None and not any(self._wanted[earlier] in self._loads for earlier in range(position)):
+                    # Every slot holds an expert that is wanted later, and none is given up before this one is used.
+                    victim = next(later for later in reversed(self._wanted) if later in self._loads)
+                if victim is None:
+                    return
+                self._drop(victim)
+            slot = self._free.pop()
+            load = self._tiers.submit("experts loader", partial(self._load, expert, slot), NUM_LOADERS)
+            self._loads[expert] = _Load(slot, load)
 
     def _give_up(self) -> None:
-        """Let the slot of the first wanted expert be reused; holds the lock."""
+        """Let the slot of the first wanted expert be reused."""
         expert = self._wanted.popleft()
-        load = self._loads.get(expert)
-        if load is not None and load.error is not None:
+        if (load := self._loads.get(expert)) is None:
+            return
+        self._readers[load.slot] = self._tiers.launched()
+        if load.matrices.done() and load.matrices.exception() is not None:
             self._drop(expert)
-        elif load is not None:
-            self._readers[self._cache.slot(expert)] = self._launched()
-        self._wake.notify_all()
 
-    def _wait(self, expert: str) -> _Load:
-        def is_loaded() -> bool:
-            return expert in self._loads and self._loads[expert].is_done
+    def _victim(self, unused: Sequence[str] = ()) -> str | None:
+        """Return the expert whose slot is worth least, of equals the newest; None if all are wanted, or in `unused`."""
+        newest_first = [name for name in reversed(self._loads) if name not in self._wanted and name not in unused]
+        return min(newest_first, key=self._worth, default=None)
 
-        with self._wake:
-            if not is_loaded():
-                with self._stats.timed("wait_weights", expert):
-                    self._wake.wait_for(is_loaded)
-            return self._loads[expert]
-
-    # --- Loaders ---
-    def _work(self) -> None:
-        """Load until the streamer is closed; runs in each loader thread."""
-        while True:
-            with self._wake:
-                while (job := self._next_job()) is None:
-                    if self._closed:
-                        return
-                    self._wake.wait()
-                self._num_busy += 1
-            try:
-                with suppress(Exception):  # of a guess, which costs nothing; a load keeps its error for its use
-                    job()
-            finally:
-                with self._wake:
-                    self._num_busy -= 1
-                    self._wake.notify_all()
-
-    def _next_job(self) -> Callable[[], None] | None:
-        """Return what is most urgent; None if there is nothing to do, or no room."""
-        if (load := self._next_wanted() or self._next_guess()) is not None:
-            return partial(self._fill, load)
-        if self._guess is not None:
-            guess, self._guess = self._guess, None
-            return partial(self._rank, *guess)
-        return None
-
-    def _next_wanted(self) -> _Load | None:
-        """Begin the first wanted load that no slot holds; None if there is none, or no room."""
-        for place, expert in enumerate(self._wanted):
-            if expert not in self._loads:
-                has_room = self._cache.has_free_slot or self._make_room(place)
-                return self._begin(expert, is_guess=False) if has_room else None
-        return None
-
-    def _make_room(self, place: int) -> bool:
-        """Free a slot for the wanted expert at `place` in the order of use; return False if it must wait."""
-        victim = self._cache.victim(self._kept(), self._is_used_again)
-        if victim is None and not any(earlier in self._loads for earlier in list(self._wanted)[:place]):
-            # Every slot holds an expert that is wanted later, and none will be given up before this one is used.
-            done = (later for later in reversed(self._wanted) if later in self._loads and self._loads[later].is_done)
-            victim = next(done, None)
-        if victim is None:
-            return False
-        self._drop(victim)
-        return True
-
-    def _next_guess(self) -> _Load | None:
-        """Begin the likeliest guess that may be read now; None if there is none."""
-        while self._guesses and self._is_idle() and not self._num_loading():
-            unused = [load.expert for load in self._loads.values() if load.is_guess]
-            if len(unused) >= max(1, int(GUESSED_SLOTS_SHARE * len(self._slots))):
-                self._guesses.clear()
-                break
-            expert = self._guesses.popleft()
-            is_allowed = expert not in self._loads and self._may_read(expert, unused)
-            if is_allowed and self._make_room_for_guess(expert, unused):
-                return self._begin(expert, is_guess=True)
-        return None
-
-    def _may_read(self, expert: str, unused: Sequence[str]) -> bool:
-        """Return whether wrong guesses stay within their share, even if this and all unused ones are wrong."""
-        counts = self._stats.experts
-        risk = counts.wasted_bytes + sum(map(self._size, unused)) + self._size(expert)
-        return risk <= GUESSED_WASTE_SHARE * counts.routed_bytes
-
-    def _make_room_for_guess(self, expert: str, unused: Sequence[str]) -> bool:
-        """Free a slot whose expert is worth no more than the guess: used no more often, and not by the next batch."""
-        if self._cache.has_free_slot:
-            return True
-        victim = self._cache.victim({*self._kept(), *unused}, self._is_used_again)
-        if victim is None or self._is_used_again(victim) or self._cache.uses(victim) > self._cache.uses(expert):
-            return False
-        self._drop(victim)
-        return True
-
-    def _kept(self) -> set[str]:
-        """Return the experts that must keep their slots."""
-        return {*self._wanted, *(load.expert for load in self._loads.values() if not load.is_done)}
-
-    def _is_used_again(self, expert: str) -> bool:
-        return self._stage_used_again is not None and expert.startswith(self._stage_used_again)
-
-    def _num_loading(self) -> int:
-        return sum(not load.is_done for load in self._loads.values())
-
-    def _size(self, expert: str) -> int:
-        return self._stored[expert].num_bytes
-
-    def _begin(self, expert: str, is_guess: bool) -> _Load:
-        self._cache.put(expert)
-        load = self._loads[expert] = _Load(expert, is_guess)
-        return load
+    def _worth(self, expert: str) -> tuple[bool, float]:
+        """Return whether the next batch may use it, and how often it was used."""
+        is_next = self._stage_used_again is not None and expert.startswith(self._stage_used_again)
+        return is_next, self._uses.get(expert, 0.0)
 
     def _drop(self, expert: str) -> None:
+        """Free the slot of an expert, once it is loaded."""
         load = self._loads.pop(expert)
-        self._cache.drop(expert)
-        if load.is_guess and load.error is None:
-            self._stats.count_expert_reads(0, wasted_bytes=self._size(expert))
+        if load.matrices.exception() is None and load.is_guess:
+            self._tiers.stats.count_expert_reads(0, wasted_bytes=self._experts[expert].num_bytes)
+        self._free.append(load.slot)
 
-    def _fill(self, load: _Load) -> None:
-        try:
-            stored, slot = self._stored[load.expert], self._cache.slot(load.expert)
-            with self._stats.timed("load_weights", load.expert):
-                if (readers := self._readers.get(slot)) is not None:
-                    readers.synchronize()
-                stored.fetch(0, stored.shape[0], self._slots[slot])
-            self._stats.count_expert_reads(self._size(load.expert))
-        except BaseException as error:  # surfaces where the expert is used; a loader that died would hang everyone
-            load.error = error
-        with self._wake:
-            load.is_done = True
-            if load.error is not None and load.is_guess:
-                self._drop(load.expert)  # read again, and reported, if it is used
-            self._wake.notify_all()
+    def _load(self, expert: str, slot: int) -> dict[str, Tensor]:
+        """Runs in a background thread."""
+        with self._tiers.stats.timed("load_weights"):
+            if (readers := self._readers.get(slot)) is not None:
+                readers.synchronize()
+            matrices = self._experts[expert].fetch(self._slots[slot])
+        self._tiers.stats.count_expert_reads(self._experts[expert].num_bytes)
+        return matrices
 
-    def _rank(self, experts: Sequence[str], scores: Tensor) -> None:
-        """Turn scores into guesses, the likeliest first; here a device is waited for without holding others up."""
+    # Guesses
+
+    def _end_guessing(self) -> None:
+        if self._guessing is not None:
+            self._ends_guessing.set()
+            self._guessing.exception()  # waits; a guess that fails costs nothing
+            self._guessing = None
+            self._ends_guessing.clear()
+
+    def _guess(self, experts: Sequence[str], scores: Tensor) -> None:
+        """Load the likeliest experts, one by one, until the next call; here a device is waited for."""
         likely = sorted(enumerate(scores.tolist()), key=lambda pair: -pair[1])
-        with self._wake:
-            if not self._wanted or self._wanted[0] not in experts:  # else the stage has begun
-                names = (experts[number] for number, score in likely if score > 0)
-                self._guesses = deque(name for name in names if name in self._stored)
+        for expert in [experts[number] for number, score in likely if score > 0]:
+            while not self._is_idle() and not self._ends_guessing.wait(_POLL_S):
+                pass
+            unused = [name for name, load in self._loads.items() if load.is_guess]
+            if self._ends_guessing.is_set() or len(unused) >= max(1, int(GUESSED_SLOTS_SHARE * len(self._slots))):
+                return
+            if expert in self._loads or expert not in self._experts:
+                continue
+            # Wrong guesses stay within their share, even if this and all unused ones are wrong.
+            counts, guesses = self._tiers.stats.experts, [*unused, expert]
+            risk = counts.wasted_bytes + sum(self._experts[guess].num_bytes for guess in guesses)
+            if risk > GUESSED_WASTE_SHARE * counts.routed_bytes:
+                continue
+            if not self._free:
+                victim = self._victim(unused)
+                if victim is None or self._worth(victim) > (False, self._uses.get(expert, 0.0)):
+                    continue
+                self._drop(victim)
+            slot, loaded = self._free.pop(), Future[dict[str, Tensor]]()
+            try:
+                loaded.set_result(self._load(expert, slot))
+            except BaseException:
+                self._free.append(slot)  # read again, and reported, if it is used
+                raise
+            self._loads[expert] = _Load(slot, loaded, is_guess=True)

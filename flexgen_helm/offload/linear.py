@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -38,20 +39,30 @@ def tiled_linear(
         return y
     width, stripe = x.shape[1], 1 if fmt is None else fmt.stripe_rows
     step = _tile_stripes(rows, width, stripe, x.device) * stripe
+
+    def parts() -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            tile = _tile_memory(count, width, x)
+            if fmt is None:
+                tile.copy_(weight[first : first + count])
+            else:
+                dequantize_into(weight[first // stripe : -(-(first + count) // stripe)], fmt, tile)
+            yield first, linear(x, tile, None if bias is None else bias[first : first + count])
+
+    return joined(parts(), x, rows)
+
+
+def joined(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
+    """Join products of x [T, in] with tiles of a matrix to [T, rows]; parts: each tile's first row, and its product."""
     out = None
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        tile = _tile_memory(count, width, x)
-        if fmt is None:
-            tile.copy_(weight[first : first + count])
-        else:
-            dequantize_into(weight[first // stripe : -(-(first + count) // stripe)], fmt, tile)
-        part = linear(x, tile, None if bias is None else bias[first : first + count])
-        if count == rows:
-            return part
+    for first, part in parts:
+        if part.shape[1] == rows:
+            out = part
+            continue
         if out is None:
             out = x.new_empty((x.shape[0], rows))
-        out[:, first : first + count] = part
+        out[:, first : first + part.shape[1]] = part
     assert out is not None
     return out
 

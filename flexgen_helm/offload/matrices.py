@@ -3,7 +3,7 @@
 The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed matrices have stripes
 of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file from which every tier is loaded.
 
-The matrices of an expert are one unit: one file, read at once.
+The matrices of an expert are loaded together, and share a weight file.
 
 A matrix that a file of the checkpoint has in its storage format is read from there, if that file is on the disk of the
 offload directory. It has no weight file, and its values are checked once.
@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -97,14 +97,8 @@ class WeightsAtRest:
         return in_place + min(written, sum(sizes.values()) - in_place)
 
 
-FileT = TypeVar("FileT", bound=DirectFile)
-
-# Bytes that a disk reads in the time of one short read: many rows of a table are read with all rows between them.
-_ROW_READ_BYTES = 256 << 10
 # Threads that read single rows of a table.
 _GATHER_THREADS = 8
-# Bytes of one read where a whole table is read.
-_SCAN_BYTES = 8 << 20
 
 
 class OffloadedMatrix(ABC):
@@ -130,10 +124,6 @@ class OffloadedMatrix(ABC):
         """Return the host memory in which a fetch of so many rows passes, on its way from the disk to a device."""
         return 0
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give up threads and memory; files are the loader's."""
-
 
 class HostMatrix(OffloadedMatrix):
     """A matrix in host memory, behind the link to the compute device."""
@@ -149,9 +139,6 @@ class HostMatrix(OffloadedMatrix):
 
     def gather(self, rows: Tensor) -> Tensor:
         return self._tiers.rows_to_device(self._stored, rows, "weights")
-
-    def close(self) -> None:
-        del self._stored
 
 
 class DiskMatrix(OffloadedMatrix):
@@ -169,8 +156,7 @@ class DiskMatrix(OffloadedMatrix):
         offset: int = 0,
     ) -> None:
         super().__init__(tiers, shape, dtype)
-        self._file, self.offset = file, offset
-        self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")  # started when needed
+        self._file, self._offset = file, offset
 
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
         copy_engine, row_bytes = self._tiers.copy_engine, self.row_bytes
@@ -187,36 +173,16 @@ class DiskMatrix(OffloadedMatrix):
     def gather(self, rows: Tensor) -> Tensor:
         unique_rows, inverse = rows.unique(return_inverse=True)
         gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self.dtype)
-        row_cost = max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
-        if unique_rows.numel() * row_cost > self.shape[0] * self.row_bytes:
-            self._scan(unique_rows, gathered)
-        else:
-            self._read_rows(unique_rows, gathered)
+
+        def read_row(index: int, row: int) -> None:
+            gathered[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
+
+        with ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows") as threads:
+            list(threads.map(read_row, range(len(gathered)), unique_rows.tolist()))
         return self._tiers.rows_to_device(gathered, inverse, "weights")
 
     def buffer_bytes(self, rows: int) -> int:
         return staged_bytes(min(rows, buffered_rows(self.row_bytes)), self.row_bytes)
-
-    def close(self) -> None:
-        self._threads.shutdown()
-
-    def _scan(self, rows: Tensor, out: Tensor) -> None:
-        """Read the whole table in tiles and keep some rows."""
-        step = max(1, _SCAN_BYTES // self.row_bytes)
-        for first in range(0, self.shape[0], step):
-            count = min(step, self.shape[0] - first)
-            in_tile = (rows >= first) & (rows < first + count)
-            if in_tile.any():
-                tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
-                out[in_tile] = tile.view(self.dtype).view(count, -1)[rows[in_tile] - first]
-
-    def _read_rows(self, rows: Tensor, out: Tensor) -> None:
-        """Read single rows, several at a time."""
-
-        def read_row(index: int, row: int) -> None:
-            out[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
-
-        list(self._threads.map(read_row, range(rows.numel()), rows.tolist()))
 
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
         """Read rows into staging memory; return their bytes.
@@ -224,7 +190,7 @@ class DiskMatrix(OffloadedMatrix):
         file   | page | page | page |        whole pages are read
         rows       | first … |
         """
-        offset, size = self.offset + first * self.row_bytes, count * self.row_bytes
+        offset, size = self._offset + first * self.row_bytes, count * self.row_bytes
         skipped = offset % ALIGNMENT
         span = staging[: aligned(skipped + size)]
         self._file.read(offset - skipped, span)
@@ -232,69 +198,28 @@ class DiskMatrix(OffloadedMatrix):
         return span[skipped : skipped + size]
 
 
-class ExpertInPlace(OffloadedMatrix):
-    """An expert whose matrices are read one by one, from wherever files of the checkpoint have them.
+class Expert:
+    """The matrices of an expert on another tier, which are fetched together.
 
-    Each has its own pages in the expert's memory, as `matrices` says.
+    num_bytes: that a fetch needs: matrices begin at pages, and each may be read from the middle of a page on.
     """
 
-    def __init__(self, tiers: TransferManager, expert: str, parts: Mapping[str, DiskMatrix]) -> None:
-        """parts: the expert's matrices by name."""
-        self._parts: list[tuple[DiskMatrix, int]] = []
-        self.matrices: dict[str, ExpertMatrix] = {}
-        end = 0
-        for name, part in parts.items():
-            # The host computes with rows where a read of whole pages leaves them, a device where they were copied to.
-            skipped = part.offset % ALIGNMENT if tiers.copy_engine is None else 0
-            self._parts.append((part, end))
-            self.matrices[name] = ExpertMatrix(expert, end + skipped, part.shape, part.dtype)
-            end += aligned(part.num_bytes) + ALIGNMENT
-        super().__init__(tiers, (end // ALIGNMENT, ALIGNMENT), torch.uint8)
+    def __init__(self, matrices: Mapping[str, OffloadedMatrix]) -> None:
+        """matrices: by name."""
+        self._matrices: dict[str, tuple[OffloadedMatrix, int]] = {}
+        self.num_bytes = 0
+        for name, matrix in matrices.items():
+            self._matrices[name] = matrix, self.num_bytes
+            self.num_bytes += aligned(matrix.num_bytes) + ALIGNMENT
 
-    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        assert (first, count) == (0, self.shape[0]), "an expert is fetched whole"
-        for part, offset in self._parts:
-            part.fetch(0, part.shape[0], staging[offset:])
-        return staging
-
-    def gather(self, rows: Tensor) -> Tensor:
-        raise AssertionError("an expert is no table")
-
-    def buffer_bytes(self, rows: int) -> int:
-        return max(part.buffer_bytes(part.shape[0]) for part, _ in self._parts)
-
-    def close(self) -> None:
-        for part, _ in self._parts:
-            part.close()
+    def fetch(self, slot: Tensor) -> dict[str, Tensor]:
+        """Fetch all matrices to memory [num_bytes] on the compute device, in their storage format."""
+        return {name: m.fetch(0, m.shape[0], slot[offset:]) for name, (m, offset) in self._matrices.items()}
 
 
 def buffered_rows(row_bytes: int) -> int:
     """Return the rows that a loader reads from the disk at once, on their way to a device."""
     return max(1, COPY_BUFFER_BYTES // row_bytes)
-
-
-@dataclass(frozen=True)
-class ExpertMatrix:
-    """Where one matrix of an expert is among the expert's bytes.
-
-    expert: the expert's name.
-    shape, dtype: in the storage format.
-    """
-
-    expert: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        """Where the next matrix begins: each begins at a page, as direct I/O does."""
-        return self.offset + aligned(prod(self.shape) * self.dtype.itemsize)
-
-    def view(self, expert_bytes: Tensor) -> Tensor:
-        """Return the matrix in the bytes of its expert."""
-        size = prod(self.shape) * self.dtype.itemsize
-        return expert_bytes[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
 class MatrixLoader:
@@ -311,14 +236,12 @@ class MatrixLoader:
         self._files: dict[str, WeightFiles] = {}  # by label
         self._pages = Pages()
         self._resources = ExitStack()
-        self._checkpoint_files: dict[Path, CheckpointFile] = {}
-        self._experts: dict[str, dict[str, ExpertMatrix]] = {}  # expert -> matrix -> where it is
+        self._open_files: dict[str, DirectFile] = {}  # weight files by name, those of the checkpoint by path
+        self._experts: dict[str, list[str]] = {}  # expert -> its matrices that share a weight file
         for name, shape in checkpoint.shapes.items():
             expert = expert_of(name)
-            if expert is not None and len(shape) == 2:
-                matrices = self._experts.setdefault(expert, {})
-                offset = max((matrix.end for matrix in matrices.values()), default=0)
-                matrices[name] = ExpertMatrix(expert, offset, *self._storage(name))
+            if expert is not None and len(shape) == 2 and self._at_rest.range_of(name) is None:
+                self._experts.setdefault(expert, []).append(name)
 
     def format_of(self, name: str) -> GroupFormat | None:
         """Return how a tensor is packed; None if it has the checkpoint's 16-bit dtype."""
@@ -351,43 +274,21 @@ class MatrixLoader:
 
     def to_disk(self, name: str) -> DiskMatrix:
         """Open a matrix where the checkpoint has it, or its weight file, which is written first if there is none."""
-        if (stored := self._at_rest.range_of(name)) is not None:
-            return self._in_place(name, stored)
-        return DiskMatrix(self._tiers, self._keep(self._file(name)), *self._storage(name))
+        if (stored := self._at_rest.range_of(name)) is None:
+            file, offset = self._file(name)
+            return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
+        tiles = self._read("verify", self._tiles(name))
+        self._weight_files(is_packed=False).ensure_checked(name, tiles)
+        return DiskMatrix(
+            self._tiers,
+            self._keep(CheckpointFile(stored.file, self._tiers.disk_rates)),
+            *self._storage(name),
+            stored.offset,
+        )
 
     def close(self) -> None:
         """Close all files; the matrices must not be read any more."""
         self._resources.close()
-
-    def expert_matrix(self, name: str) -> ExpertMatrix:
-        """Return where a matrix of an expert is among the expert's bytes."""
-        return self._experts[expert_of(name) or ""][name]
-
-    def expert_to_disk(self, expert: str) -> OffloadedMatrix:
-        """Open an expert as pages of bytes, where the checkpoint has it or in its weight file, as `to_disk` does."""
-        ranges = {name: self._at_rest.range_of(name) for name in self._experts[expert]}
-        found = {name: stored for name, stored in ranges.items() if stored is not None}
-        if len(found) == len(ranges):
-            in_place = ExpertInPlace(
-                self._tiers, expert, {name: self._in_place(name, stored) for name, stored in found.items()}
-            )
-            self._experts[expert] = in_place.matrices
-            return in_place
-        file = self._keep(self._expert_file(expert))
-        return DiskMatrix(self._tiers, file, self._expert_pages(expert), torch.uint8)
-
-    def expert_to_host(self, expert: str) -> HostMatrix:
-        """Load an expert to host memory, behind the link, as pages of bytes."""
-        assert self._tiers.copy_engine is not None
-        pages_shape = self._expert_pages(expert)
-        stored = self._tiers.copy_engine.host_memory(prod(pages_shape))
-        if any(self.format_of(name) for name in self._experts[expert]):
-            with closing(self._expert_file(expert)) as file:
-                stored.copy_(file.read_tensor(0, pages_shape, torch.uint8).view(-1))
-        else:
-            tiles = self._expert_tiles(expert)
-            _copy_tiles((tile.contiguous().view(torch.uint8).view(-1) for tile in tiles), stored)
-        return HostMatrix(self._tiers, stored.view(pages_shape))
 
     def _storage(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype in the storage format."""
@@ -396,38 +297,24 @@ class MatrixLoader:
             return shape, self._checkpoint.storage_dtype
         return (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
 
-    def _in_place(self, name: str, stored: StoredRange) -> DiskMatrix:
-        """Open a matrix in the checkpoint's own file, its values checked."""
-        self._weight_files(is_packed=False).ensure_checked(name, self._read("verify", self._tiles(name)))
-        path = stored.file.path
-        if path not in self._checkpoint_files:
-            self._checkpoint_files[path] = self._keep(CheckpointFile(stored.file, self._tiers.disk_rates))
-        return DiskMatrix(self._tiers, self._checkpoint_files[path], *self._storage(name), stored.offset)
-
-    def _keep(self, file: FileT) -> FileT:
-        """Keep a file open until the loader is closed."""
+    def _keep(self, file: DirectFile) -> DirectFile:
+        """Keep a file open until the loader is closed; one that is open already takes its place."""
+        if (known := self._open_files.get(str(file.path))) is not None:
+            file.close()
+            return known
+        self._open_files[str(file.path)] = file
         self._resources.callback(file.close)
         return file
 
-    def _file(self, name: str) -> DirectFile:
-        return self._weight_files(self.format_of(name) is not None).ensure(
-            name, self.num_bytes(name), self._read("convert", self._tiles(name))
-        )
-
-    def _expert_file(self, expert: str) -> DirectFile:
-        is_packed = any(self.format_of(name) for name in self._experts[expert])
-        return self._weight_files(is_packed).ensure(
-            expert, prod(self._expert_pages(expert)), self._read("convert", self._expert_tiles(expert))
-        )
-
-    def _expert_pages(self, expert: str) -> tuple[int, int]:
-        return max(matrix.end for matrix in self._experts[expert].values()) // ALIGNMENT, ALIGNMENT
-
-    def _expert_tiles(self, expert: str) -> Iterator[Tensor]:
-        """Yield the content of an expert's file in order: its matrices, each padded to a page."""
-        for name, matrix in self._experts[expert].items():
-            yield from self._tiles(name)
-            yield torch.zeros(matrix.end - matrix.offset - self.num_bytes(name), dtype=torch.uint8)
+    def _file(self, name: str) -> tuple[DirectFile, int]:
+        """Open the weight file of a matrix, which is written first if there is none; return where the matrix begins."""
+        expert = expert_of(name)
+        names = [name] if expert is None else self._experts[expert]
+        offsets = [0, *accumulate(aligned(self.num_bytes(member)) for member in names)]
+        files = self._weight_files(any(self.format_of(member) for member in names))
+        padding = {member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)] for member in names}
+        tiles = self._read("convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names))
+        return files.ensure(expert or name, offsets[-1], tiles), offsets[names.index(name)]
 
     def _tiles(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format."""
@@ -451,9 +338,8 @@ class MatrixLoader:
 
     def _read_packed(self, name: str) -> Tensor:
         """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
-        expert = expert_of(name)
-        offset = 0 if expert is None else self._experts[expert][name].offset
-        with closing(self._file(name) if expert is None else self._expert_file(expert)) as file:
+        file, offset = self._file(name)
+        with closing(file):
             return file.read_tensor(offset, *self._storage(name))
 
 

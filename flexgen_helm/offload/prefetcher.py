@@ -1,11 +1,11 @@
 """Weights that are stored on slower tiers, brought to the compute device stage by stage, ahead of their use.
 
 A pass visits stages in a known order. For each visit the offloaded matrices are cut into units (a matrix, or row
-tiles of a large one). Loader threads load units in order into a staging ring, as far ahead as the ring has room. A
-stage that fits into the ring is loaded once and used by all its batches. Of a larger one each unit is released as
-soon as it is used, and loaded again for the next batch.
+tiles of a large one). Units are loaded in order into a staging ring, as far ahead as the ring has room. A stage that
+fits into the ring is loaded once and used by all its batches. Of a larger one each unit is released as soon as it is
+used, and loaded again for the next batch.
 
-    loaders     | layer 3: q k v o up down | layer 4: q k v …        (wait for room)
+    loaders     | layer 3: q k v o up down | layer 4: q k v …        (until the ring is full)
     computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its last use
 
 Experts are not loaded here: which ones a batch needs is known in the middle of their layer (`offload.experts`).
@@ -13,23 +13,102 @@ Experts are not loaded here: which ones a batch needs is known in the middle of 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import dropwhile, takewhile
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.staging import RingSlot, StagingRing, aligned
-from flexgen_helm.offload.transfer_stats import TransferStats
+from flexgen_helm.offload.staging import aligned, pages
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]
 # One use of a stage: name of a matrix -> (first row, rows [count, in]) of all its units, in order.
 StageRows = Callable[[str], Iterator[tuple[int, Tensor]]]
+
+
+@dataclass(eq=False)
+class RingSlot:
+    """`size` bytes of the ring from `offset`, both aligned.
+
+    after: work that reads what was there before, and must be over when the slot is written.
+    readers: work that reads the slot.
+    """
+
+    offset: int
+    size: int
+    after: torch.cuda.Event | None = None
+    readers: torch.cuda.Event | None = None
+    released: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+class StagingRing:
+    """A ring buffer whose slots are reused first in, first out; for one thread.
+
+    A slot that is released early is reused only after all older slots are released. Weights are released in order
+    anyway, because a pass uses them in order.
+
+        | free |  oldest … newest  | free |        acquire behind the newest, or from the start again
+    """
+
+    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
+        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates host memory."""
+        self.capacity = aligned(capacity)
+        self._memory = pages(self.capacity) if memory is None else memory
+        assert self._memory.numel() == self.capacity
+        self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
+        self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
+
+    def acquire(self, num_bytes: int) -> RingSlot | None:
+        """Take a slot of at least `num_bytes`; None while there is no room."""
+        size = aligned(num_bytes)
+        assert 0 < size <= self.capacity, f"a slot of {size} bytes in a ring of {self.capacity}"
+        while (offset := self._free_offset(size)) is None:
+            if not self._slots[0].released:
+                return None
+            # Only as many as are needed: the readers of the next are later ones.
+            self._readers = self._slots.popleft().readers
+        slot = RingSlot(offset, size, self._readers)
+        self._slots.append(slot)
+        return slot
+
+    def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
+        """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
+        assert not slot.released
+        slot.released = True
+        for free in takewhile(lambda slot: slot.released, self._slots):
+            free.readers = free.readers or readers
+
+    def memory(self, slot: RingSlot) -> Tensor:
+        """Return the slot's bytes [size]."""
+        return self._memory[slot.offset : slot.end]
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that cannot be acquired yet."""
+        return sum(slot.size for slot in dropwhile(lambda slot: slot.released, self._slots))
+
+    def _free_offset(self, size: int) -> int | None:
+        """Return where `size` bytes are free behind the newest slot; None if there is no room."""
+        if not self._slots:
+            return 0
+        oldest, newest = self._slots[0], self._slots[-1]
+        if newest.offset < oldest.offset:  # wrapped: free between the newest and the oldest
+            return newest.end if newest.end + size <= oldest.offset else None
+        if newest.end + size <= self.capacity:
+            return newest.end
+        return 0 if size <= oldest.offset else None
 
 
 @dataclass(frozen=True)
@@ -51,10 +130,25 @@ class StagedMatrix:
     def num_bytes(self) -> int:
         return self.rows * self.row_bytes
 
-    def unit_bytes(self) -> list[int]:
-        """Return the staging bytes of each unit."""
+    def units(self) -> list[Unit]:
+        """Cut the matrix into units."""
         tiles = range(0, self.rows, self.tile_rows)
-        return [staged_bytes(min(self.tile_rows, self.rows - first), self.row_bytes) for first in tiles]
+        return [Unit(self, first, min(self.tile_rows, self.rows - first)) for first in tiles]
+
+
+@dataclass(eq=False)
+class Unit:
+    """Rows [first, first + count) of a matrix. slot, rows: once it is being loaded, until it is released."""
+
+    matrix: StagedMatrix
+    first: int
+    count: int
+    slot: RingSlot | None = None
+    rows: Future[Tensor] | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        return staged_bytes(self.count, self.matrix.row_bytes)
 
 
 def staged_bytes(rows: int, row_bytes: int) -> int:
@@ -62,31 +156,11 @@ def staged_bytes(rows: int, row_bytes: int) -> int:
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
-def num_loaders(overlap: bool) -> int:
-    """Return how many threads fetch at once: the one that computes without overlap."""
-    return NUM_LOADERS if overlap else 1
-
-
 def fits(matrices: Sequence[StagedMatrix], capacity: int) -> bool:
     """Return whether a ring holds all units at once, wherever in it the first one is."""
-    sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
+    sizes = [unit.staged_bytes for matrix in matrices for unit in matrix.units()]
     # Slots may not fit round the ring's end exactly; one unit's size covers what that wastes.
     return sum(sizes) + max(sizes, default=0) <= capacity
-
-
-@dataclass(eq=False)
-class _Unit:
-    matrix: StagedMatrix
-    first: int
-    count: int
-    ready: threading.Event = field(default_factory=threading.Event)
-    slot: RingSlot | None = None
-    rows: Tensor | None = None
-    error: BaseException | None = None
-
-    @property
-    def staged_bytes(self) -> int:
-        return staged_bytes(self.count, self.matrix.row_bytes)
 
 
 @dataclass(eq=False)
@@ -96,42 +170,22 @@ class _Visit:
     stage: str
     uses_left: int | None
     keeps: bool
-    units: deque[_Unit]
+    units: deque[Unit]
 
 
 class WeightPrefetcher:
-    """Loads units ahead of their use. One thread uses them; errors of a loader surface at the unit's use."""
+    """Loads units ahead of their use, in background threads; for the computing thread. Errors surface at the use."""
 
-    def __init__(
-        self,
-        ring: StagingRing,
-        stats: TransferStats,
-        overlap: bool,
-        launched: Callable[[], torch.cuda.Event | None] = lambda: None,
-    ) -> None:
-        """overlap: False loads each unit when it is used, in the thread that uses it.
-
-        launched: of the device's copies; a unit is loaded once the last reader of its memory is done.
-        """
-        self._ring, self._stats, self._overlap, self._launched = ring, stats, overlap, launched
+    def __init__(self, ring: StagingRing, tiers: TransferManager) -> None:
+        self._ring, self._tiers = ring, tiers
         self._visits: deque[_Visit] = deque()
-        self._queue: deque[_Unit] = deque()
-        self.wake = self._wake = threading.Condition()
-        self._order = threading.Lock()  # slots are taken in the order of the queue, though loads run side by side
-        self._num_loading = self._num_filling = 0
-        self._closed = False
-        names = [f"weights loader {i}" for i in range(NUM_LOADERS if overlap else 0)]
-        self._loaders = [threading.Thread(target=self._load, name=name, daemon=True) for name in names]
-        for loader in self._loaders:
-            loader.start()
+        self._queue: deque[Unit] = deque()  # those that the ring has no room for yet
+        self._loading: set[Unit] = set()
 
     @property
     def wants_more(self) -> bool:
-        """Whether loaders may run out of announced units before the next item begins."""
-        if not self._overlap:
-            return not self._visits
-        with self._wake:
-            return sum(unit.staged_bytes for unit in self._queue) < self._ring.capacity
+        """Whether announced units may be used up before the next item begins."""
+        return sum(unit.staged_bytes for unit in self._queue) < self._ring.capacity
 
     @property
     def has_expected(self) -> bool:
@@ -140,8 +194,8 @@ class WeightPrefetcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no unit is on its way; `wake` is notified when that changes."""
-        return not self._num_filling
+        """Whether no unit is on its way; any thread may ask."""
+        return not self._loading
 
     def start(self, stage: str, matrices: Sequence[StagedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
@@ -160,17 +214,10 @@ class WeightPrefetcher:
             return False
         rounds = 1 if keeps else uses
         assert rounds is not None
-        units = deque(
-            _Unit(matrix, first, min(matrix.tile_rows, matrix.rows - first))
-            for _ in range(rounds)
-            for matrix in matrices
-            for first in range(0, matrix.rows, matrix.tile_rows)
-        )
+        units = deque(unit for _ in range(rounds) for matrix in matrices for unit in matrix.units())
         self._visits.append(_Visit(stage, uses, keeps, units))
-        if self._overlap:
-            with self._wake:
-                self._queue.extend(units)
-                self._wake.notify_all()
+        self._queue.extend(units)
+        self._load_ahead()
         return True
 
     @contextmanager
@@ -184,18 +231,18 @@ class WeightPrefetcher:
         def rows(name: str) -> Iterator[tuple[int, Tensor]]:
             if visit.keeps:
                 for unit in [unit for unit in visit.units if unit.matrix.name == name]:
-                    yield unit.first, self._wait(unit)
+                    yield unit.first, self._loaded(unit)
                     if is_last:
                         visit.units.remove(unit)
                         self._release(unit)
                 return
             # In order: units before the wanted matrix are not needed this time.
             while visit.units[0].matrix.name != name:
-                self._skip(visit.units.popleft())
+                self._release(visit.units.popleft())
             rows_left = visit.units[0].matrix.rows
             while rows_left:
                 unit = visit.units[0]  # still the visit's while it is used: an error there must not lose its slot
-                yield unit.first, self._wait(unit)
+                yield unit.first, self._loaded(unit)
                 visit.units.popleft()
                 self._release(unit)
                 rows_left -= unit.count
@@ -204,90 +251,49 @@ class WeightPrefetcher:
         visit.uses_left -= 1
         if is_last:
             while visit.units:
-                self._skip(visit.units.popleft())
+                self._release(visit.units.popleft())
             self._visits.popleft()
 
     def cancel(self) -> None:
         """Forget all announced visits; loads under way are waited for and dropped."""
-        with self._wake:
-            self._queue.clear()
-        self._ring.cancel()
-        with self._wake:
-            self._wake.wait_for(lambda: not self._num_loading)
-        for visit in self._visits:
-            for unit in visit.units:
-                self._release(unit)
+        self._queue.clear()
+        for unit in [unit for visit in self._visits for unit in visit.units if unit.slot is not None]:
+            self._release(unit)
         self._visits.clear()
-        self._ring.resume()
 
-    def close(self) -> None:
-        self.cancel()
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
-        for loader in self._loaders:
-            loader.join()
+    def _load_ahead(self) -> None:
+        """Begin to load what the ring has room for."""
+        while self._queue and (slot := self._ring.acquire(self._queue[0].staged_bytes)) is not None:
+            unit = self._queue.popleft()
+            unit.slot = slot
+            self._loading.add(unit)
+            load = partial(self._load, unit, slot)
+            unit.rows = self._tiers.submit("weights loader", load, NUM_LOADERS)
 
-    def _wait(self, unit: _Unit) -> Tensor:
-        if not self._overlap and unit.slot is None:
-            self._reserve(unit)
-            self._fill(unit)
-        if not unit.ready.is_set():
-            with self._stats.timed("wait_weights", unit.matrix.name):
-                unit.ready.wait()
-        if unit.error is not None:
-            raise unit.error
-        assert unit.rows is not None
-        return unit.rows
-
-    def _skip(self, unit: _Unit) -> None:
-        """Take a unit that nobody needs from the queue, or wait for it and release it."""
-        with self._wake:
-            queued = unit in self._queue
-            if queued:
-                self._queue.remove(unit)
-        if not queued and self._overlap:
-            unit.ready.wait()
-        self._release(unit)
-
-    def _release(self, unit: _Unit) -> None:
-        if unit.slot is not None and not unit.slot.released:
-            unit.rows = None
-            self._ring.release(unit.slot, self._launched())
-
-    def _load(self) -> None:
-        """Load units from the queue until the prefetcher is closed; runs in each loader thread."""
-        while True:
-            with self._order:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._queue or self._closed)
-                    if self._closed:
-                        return
-                    unit = self._queue.popleft()
-                    self._num_loading += 1
-                self._reserve(unit)
-            with self._wake:
-                self._num_filling += 1
-            self._fill(unit)
-            with self._wake:
-                self._num_filling -= 1
-                self._num_loading -= 1
-                self._wake.notify_all()
-
-    def _reserve(self, unit: _Unit) -> None:
+    def _load(self, unit: Unit, slot: RingSlot) -> Tensor:
+        """Runs in a background thread."""
         try:
-            unit.slot = self._ring.acquire(unit.staged_bytes)
-        except BaseException as error:  # surfaces where the unit is used; a loader that died would hang everyone
-            unit.error = error
-
-    def _fill(self, unit: _Unit) -> None:
-        try:
-            if unit.slot is not None:
-                with self._stats.timed("load_weights", unit.matrix.name):
-                    if unit.slot.after is not None:
-                        unit.slot.after.synchronize()
-                    unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.memory(unit.slot))
-        except BaseException as error:  # surfaces where the unit is used
-            unit.error = error
+            with self._tiers.stats.timed("load_weights"):
+                if slot.after is not None:
+                    slot.after.synchronize()
+                return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
         finally:
-            unit.ready.set()
+            self._loading.discard(unit)
+
+    def _loaded(self, unit: Unit) -> Tensor:
+        assert unit.rows is not None, "all units before it are released, so the ring has room"
+        if not unit.rows.done():
+            with self._tiers.stats.timed("wait_weights"):
+                unit.rows.exception()
+        return unit.rows.result()
+
+    def _release(self, unit: Unit) -> None:
+        """Give a unit's memory back, after its load; or take one that nobody needs from the queue."""
+        if unit.slot is None:
+            self._queue.remove(unit)
+            return
+        assert unit.rows is not None
+        unit.rows.exception()  # waits
+        self._ring.release(unit.slot, self._tiers.launched())
+        unit.slot = unit.rows = None
+        self._load_ahead()

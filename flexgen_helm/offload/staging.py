@@ -1,14 +1,13 @@
-"""Page-aligned host memory, and the ring buffer that weights are staged in."""
+"""Page-aligned host memory, and the ledger of a tier's bytes."""
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from math import prod
 
 import numpy as np
@@ -63,111 +62,6 @@ class Pages:
         return part.view(dtype).view(*shape)
 
 
-class RingCancelled(Exception):
-    """`StagingRing.cancel` ended a wait for room."""
-
-
-@dataclass(eq=False)
-class RingSlot:
-    """`size` bytes of the ring from `offset`, both aligned.
-
-    after: work that reads what was there before, and must be over when the slot is written.
-    readers: work that reads the slot.
-    """
-
-    offset: int
-    size: int
-    after: torch.cuda.Event | None = None
-    readers: torch.cuda.Event | None = None
-    released: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.size
-
-
-class StagingRing:
-    """A ring buffer whose slots are reused first in, first out. Thread-safe.
-
-    A slot that is released early is reused only after all older slots are released. Weights are released in order
-    anyway, because a pass uses them in order.
-
-        | free |  oldest … newest  | free |        acquire behind the newest, or from the start again
-    """
-
-    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
-        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates host memory."""
-        self.capacity = aligned(capacity)
-        self._memory = pages(self.capacity) if memory is None else memory
-        assert self._memory.numel() == self.capacity
-        self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
-        self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
-        self._changed = threading.Condition()
-        self._cancelled = False
-
-    def acquire(self, num_bytes: int) -> RingSlot:
-        """Take a slot of at least `num_bytes`; wait for room. Raises `RingCancelled` from `cancel` until `resume`."""
-        size = aligned(num_bytes)
-        assert 0 < size <= self.capacity, f"a slot of {size} bytes in a ring of {self.capacity}"
-        with self._changed:
-            while True:
-                if self._cancelled:
-                    raise RingCancelled
-                offset = self._free_offset(size)
-                if offset is not None:
-                    slot = RingSlot(offset, size, self._readers)
-                    self._slots.append(slot)
-                    return slot
-                if self._slots[0].released:  # only as many as are needed: the readers of the next are later ones
-                    self._readers = self._slots.popleft().readers
-                else:
-                    self._changed.wait()
-
-    def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
-        """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
-        with self._changed:
-            assert not slot.released
-            slot.released = True
-            for free in self._released():
-                free.readers = free.readers or readers
-            self._changed.notify_all()
-
-    def memory(self, slot: RingSlot) -> Tensor:
-        """Return the slot's bytes [size]."""
-        return self._memory[slot.offset : slot.end]
-
-    @property
-    def in_use(self) -> int:
-        """Bytes that cannot be acquired yet."""
-        with self._changed:
-            return sum(slot.size for slot in self._slots) - sum(slot.size for slot in self._released())
-
-    def cancel(self) -> None:
-        """End all waits for room, now and until `resume`."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
-
-    def resume(self) -> None:
-        with self._changed:
-            self._cancelled = False
-
-    def _released(self) -> Iterator[RingSlot]:
-        """Yield the oldest slots, whose memory may be taken again."""
-        return takewhile(lambda slot: slot.released, self._slots)
-
-    def _free_offset(self, size: int) -> int | None:
-        """Return where `size` bytes are free behind the newest slot; None if there is no room."""
-        if not self._slots:
-            return 0
-        oldest, newest = self._slots[0], self._slots[-1]
-        if newest.offset < oldest.offset:  # wrapped: free between the newest and the oldest
-            return newest.end if newest.end + size <= oldest.offset else None
-        if newest.end + size <= self.capacity:
-            return newest.end
-        return 0 if size <= oldest.offset else None
-
-
 # The byte ledger of a tier: it records what is allocated, by kind, and enforces the tier's limit.
 
 
@@ -184,14 +78,12 @@ class Ledger:
     """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
 
     limit: bytes.
-    peak: the most bytes that were taken so far, in use, excess or spare.
-    excess: bytes that were taken beyond claims (`offload.host_pool`).
-    spare: bytes that are kept for later and make room for any claim.
+    peak: the most bytes that were in use so far.
     make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
-        self.tier, self.limit, self.peak, self.excess, self.spare = tier, limit, 0, 0, 0
+        self.tier, self.limit, self.peak = tier, limit, 0
         self._allocations: dict[int, Allocation] = {}
         self._in_use = 0
         self._serial = 0
@@ -204,7 +96,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        return self.limit - self._in_use - self.excess
+        return self.limit - self._in_use
 
     def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
         """Claim bytes before allocating them.
@@ -224,10 +116,9 @@ class Ledger:
 
     def _claim(self, kind: str, num_bytes: int) -> Allocation:
         with self._lock:
-            taken = self._in_use + self.excess
-            if taken + num_bytes > self.limit:
+            if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(taken)} "
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
                     f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
                     "take a smaller block"
                 )
@@ -235,7 +126,7 @@ class Ledger:
             allocation = Allocation(kind, num_bytes, self._serial)
             self._allocations[allocation.serial] = allocation
             self._in_use += num_bytes
-            self.peak = max(self.peak, self._in_use + self.excess)
+            self.peak = max(self.peak, self._in_use)
             return allocation
 
     @contextmanager
@@ -254,12 +145,6 @@ class Ledger:
             assert held is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
-    def note_beside(self, excess: int, spare: int) -> None:
-        """Note the bytes that are taken beside the claims now."""
-        with self._lock:
-            self.excess, self.spare = excess, spare
-            self.peak = max(self.peak, self._in_use + excess + spare)
-
     def by_kind(self) -> dict[str, int]:
         """Return {kind: bytes in use}."""
         with self._lock:
@@ -272,5 +157,5 @@ class Ledger:
         """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
-        assert self._in_use + self.excess + self.spare <= self.limit
+        assert self._in_use <= self.limit
         assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

@@ -24,10 +24,9 @@ from torch import Tensor
 from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.process_state import COPIES, REGISTERED, switched_off
 from flexgen_helm.offload.disk import OffloadDirectory
-from flexgen_helm.offload.staging import ALIGNMENT, Ledger, aligned, pages
-from flexgen_helm.offload.staging import pages as unpinned
+from flexgen_helm.offload.staging import Ledger, pages
 from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, TransferStats
-from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, PINNED_EXCESS_SHARE, Tier
+from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, Tier
 from flexgen_helm.progress import Message, report
 
 # Copies between host memory and the compute device: over CUDA streams, or over a simulated link of a given bandwidth.
@@ -70,7 +69,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Allocate host memory [num_bytes] that copies are fast from and to."""
+        """Allocate zeroed host memory [num_bytes] that copies are fast from and to."""
 
     def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the device that copies may write to at once and products may read."""
@@ -127,9 +126,8 @@ def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
 class CudaCopyEngine(CopyEngine):
     """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
 
-    So the link is busy while one of several threads wakes. Only pinned memory crosses it: what is not goes through a
-    pinned buffer of the copying thread, unless the driver refuses that too. Copies are in pieces, between which small
-    ones of other threads come.
+    So the link is busy while one of several threads wakes. What is not pinned crosses it in pieces, through a buffer of
+    the copying thread, unless the driver refuses to pin that too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,12 +137,10 @@ class CudaCopyEngine(CopyEngine):
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         target = self.device_memory(source.shape, source.dtype) if target is None else target
-        is_pinned = source.is_contiguous() and source.is_pinned()
+        if not self.pins or (source.is_contiguous() and source.is_pinned()):
+            return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
-            passes = is_pinned or not (buffer := self._buffer_like(piece)).is_pinned()
-            self._copy(piece if passes else buffer.copy_(piece), arrived, waits=not is_pinned)
-        if is_pinned:
-            self._wait()
+            self._copy(self._buffer_like(piece).copy_(piece), arrived)
         return target
 
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
@@ -159,14 +155,10 @@ class CudaCopyEngine(CopyEngine):
         assert event is not None
         self._stream().wait_event(event)
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        if not self.pins or (target.is_contiguous() and source.is_contiguous() and target.is_pinned()):
+            return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
-            if is_pinned or not (buffer := self._buffer_like(piece)).is_pinned():
-                self._copy(piece, arrived, waits=not is_pinned)
-            else:
-                arrived.copy_(self._copy(piece, buffer))
-        if is_pinned:
-            self._wait()
+            arrived.copy_(self._copy(piece, self._buffer_like(piece)))
         return target
 
     def launched(self) -> Launched:
@@ -217,11 +209,10 @@ class CudaCopyEngine(CopyEngine):
             stream = self._thread_local.stream = torch.cuda.Stream(self.device)
         return stream
 
-    def _copy(self, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+    def _copy(self, source: Tensor, target: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream()):
             target.copy_(source, non_blocking=True)
-        if waits:
-            self._wait()
+        self._wait()
         return target
 
     def _wait(self) -> None:
@@ -285,112 +276,6 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield from _pieces(piece, arrived)
 
 
-# Pinned host memory for caches and hidden states: regions that are registered once and used again.
-
-# Smaller memory is not pinned: its last page alone would exceed the share.
-SMALLEST_REGION = int(ALIGNMENT / PINNED_EXCESS_SHARE)
-
-
-@dataclass(frozen=True, eq=False)
-class HostRegion:
-    """memory: [num_bytes] that was asked for; pages: of the whole region; None if it is not kept."""
-
-    memory: Tensor
-    pages: Tensor | None
-
-
-class HostPool:
-    """The regions of one engine. Thread-safe."""
-
-    def __init__(self, ledger: Ledger, copy_engine: CopyEngine) -> None:
-        """ledger: of host memory."""
-        self._ledger, self._copy_engine = ledger, copy_engine
-        self._spares: list[Tensor] = []
-        self._excess = 0  # of taken regions
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int, *, zeros: bool = False) -> HostRegion:
-        """Take memory that the caller has claimed; pinned unless it is small or the driver refuses.
-
-        zeros: without them the memory has what its last user left.
-        """
-        with self._lock:
-            try:
-                pages = self._reused(num_bytes)
-                is_used = pages is not None
-                if pages is None:
-                    pages = self._registered(num_bytes)
-                self._excess += pages.numel() - num_bytes if pages is not None else 0
-                self._drop_spares(0)
-            finally:
-                self._note()
-        if pages is None:
-            return HostRegion(unpinned(num_bytes)[:num_bytes], None)
-        memory = pages[:num_bytes]
-        return HostRegion(memory.zero_() if zeros and is_used else memory, pages)
-
-    def give_back(self, region: HostRegion) -> None:
-        """Take a region back; its claim is released before, and no copy uses it any more."""
-        if region.pages is None:
-            return
-        with self._lock:
-            self._excess -= region.pages.numel() - region.memory.numel()
-            if self._copy_engine.pins:
-                self._spares.append(region.pages)
-            self._drop_spares(0)
-            self._note()
-
-    def make_room(self) -> None:
-        """Unregister spares until the claims of other memory on the tier have room."""
-        with self._lock:
-            self._drop_spares(0)
-            self._note()
-
-    def close(self) -> None:
-        """Unregister all spares."""
-        with self._lock:
-            self._spares.clear()
-            self._note()
-
-    def _reused(self, num_bytes: int) -> Tensor | None:
-        """Return the smallest spare that is large enough, if its excess has room."""
-        largest = max(aligned(num_bytes), int((1 + PINNED_EXCESS_SHARE) * num_bytes))
-        fitting = [pages for pages in self._spares if num_bytes <= pages.numel() <= largest]
-        best = min(fitting, key=Tensor.numel, default=None)
-        if best is None or not self._has_room(best.numel() - num_bytes):
-            return None
-        self._spares = [pages for pages in self._spares if pages is not best]
-        return best
-
-    def _registered(self, num_bytes: int) -> Tensor | None:
-        """Register a new region; of a size that others of similar sizes can reuse, if that has room."""
-        if num_bytes < SMALLEST_REGION:
-            return None
-        exact = aligned(num_bytes)
-        step = int((1 << exact.bit_length() - 1) * PINNED_EXCESS_SHARE)
-        for size in (aligned(-(-exact // step) * step), exact):
-            if size <= max(exact, (1 + PINNED_EXCESS_SHARE) * num_bytes) and self._has_room(size - num_bytes):
-                self._drop_spares(size - num_bytes)
-                return self._copy_engine.host_memory(size)
-        return None
-
-    def _has_room(self, excess: int) -> bool:
-        """Return whether there is room for more excess, once all spares are gone."""
-        return self._ledger.in_use + self._excess + excess <= self._ledger.limit
-
-    def _drop_spares(self, excess: int) -> None:
-        """Unregister spares, the oldest first, until there is room for all claims and more excess."""
-        while self._spares and self._ledger.in_use + self._excess + excess + self._spare_bytes > self._ledger.limit:
-            self._spares.pop(0)
-
-    @property
-    def _spare_bytes(self) -> int:
-        return sum(pages.numel() for pages in self._spares)
-
-    def _note(self) -> None:
-        self._ledger.note_beside(self._excess, self._spare_bytes)
-
-
 Result = TypeVar("Result")
 
 
@@ -406,7 +291,6 @@ class TransferManager:
     disk_rates: of a simulated disk; None for the machine's own.
     peak_pending_store_bytes: the most bytes that waited to be stored.
     peak_fetch_bytes: of the largest fetch.
-    host_pool: pinned memory for caches and hidden states; None if the host computes.
     """
 
     device: torch.device
@@ -419,15 +303,10 @@ class TransferManager:
     stats: TransferStats = field(default_factory=TransferStats)
     peak_pending_store_bytes: int = 0
     peak_fetch_bytes: int = 0
-    host_pool: HostPool | None = None
     _pending_store_bytes: int = 0
     _store_done: threading.Condition = field(default_factory=threading.Condition)
     _directory: OffloadDirectory | None = None
     _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.copy_engine is not None:
-            self.host_pool = HostPool(self.ledgers["cpu"], self.copy_engine)
 
     def to_device(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
         """Copy host memory to the device, into the first elements of `target` if given; block until it has arrived.
@@ -461,10 +340,10 @@ class TransferManager:
         """Return an event behind all work that was launched on the device; None if the host computes."""
         return None if self.copy_engine is None else self.copy_engine.launched()
 
-    def submit(self, thread: str, transfer: Callable[[], Result]) -> Future[Result]:
-        """Run a transfer in the background thread of that name, after those submitted before. Never blocks or raises.
+    def submit(self, name: str, transfer: Callable[[], Result], threads: int = 1) -> Future[Result]:
+        """Begin a transfer in the background thread of that name, or in one of so many, behind those submitted before.
 
-        Without overlap the transfer runs before this returns. The future has its result or its error.
+        Without overlap it runs before this returns. The future has its result or its error.
         """
         if not self.overlap:
             done: Future[Result] = Future()
@@ -473,9 +352,9 @@ class TransferManager:
             except BaseException as error:
                 done.set_exception(error)
             return done
-        if thread not in self._threads:
-            self._threads[thread] = ThreadPoolExecutor(1, thread_name_prefix=thread)
-        return self._threads[thread].submit(transfer)
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        return self._threads[name].submit(transfer)
 
     def store_async(self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]) -> Future[Result]:
         """Submit the store of data that takes `num_bytes` of memory until it is stored.
@@ -536,12 +415,10 @@ class TransferManager:
         return self._directory
 
     def close(self) -> None:
-        """Wait for running transfers, cancel the others, and delete the files of this run; files of weights stay."""
+        """Wait for running transfers, cancel waiting ones, and delete the files of this run; those of weights stay."""
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()
-        if self.host_pool is not None:
-            self.host_pool.close()
         if self.copy_engine is not None:
             self.copy_engine.close()
         if self._directory is not None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
@@ -20,7 +20,7 @@ LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertCounts:
     """Uses of experts; a use is one batch in one layer.
 
@@ -36,33 +36,14 @@ class ExpertCounts:
     wasted_bytes: int = 0
 
 
-class Span(NamedTuple):
-    """What a thread did at one time.
-
-    activity: as in `TransferStats.timed`, or 'stage': a batch in a stage of the model, what it waits for included.
-    detail: the stage, the matrix or the expert.
-    start: of `time.perf_counter`.
-    """
-
-    thread: str
-    activity: str
-    detail: str
-    start: float
-    seconds: float
-
-
 class TransferStats:
-    """Counters of one engine since the last `reset`.
-
-    spans: filled while it is a list; None for no timeline.
-    """
+    """Counters of one engine since the last `reset`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._experts = ExpertCounts()
-        self.spans: list[Span] | None = None
+        self.experts = ExpertCounts()
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
         with self._lock:
@@ -71,27 +52,18 @@ class TransferStats:
     def count_experts(self, tokens: int, experts: int, routed_bytes: int) -> None:
         """Count the experts that one batch of `tokens` tokens uses in one layer."""
         with self._lock:
-            counts = self._experts
-            uses, touched = counts.touched.get(tokens, (0, 0))
-            more = {**counts.touched, tokens: (uses + 1, touched + experts)}
-            self._experts = replace(counts, touched=more, routed_bytes=counts.routed_bytes + routed_bytes)
+            uses, touched = self.experts.touched.get(tokens, (0, 0))
+            self.experts.touched[tokens] = uses + 1, touched + experts
+            self.experts.routed_bytes += routed_bytes
 
     def count_expert_reads(self, read_bytes: int, wasted_bytes: int = 0) -> None:
         with self._lock:
-            counts = self._experts
-            self._experts = replace(
-                counts,
-                read_bytes=counts.read_bytes + read_bytes,
-                wasted_bytes=counts.wasted_bytes + wasted_bytes,
-            )
-
-    @property
-    def experts(self) -> ExpertCounts:
-        return self._experts
+            self.experts.read_bytes += read_bytes
+            self.experts.wasted_bytes += wasted_bytes
 
     @contextmanager
-    def timed(self, activity: str, detail: str = "") -> Iterator[None]:
-        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind; detail: for the timeline."""
+    def timed(self, activity: str) -> Iterator[None]:
+        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind."""
         start = time.perf_counter()
         try:
             yield
@@ -99,12 +71,6 @@ class TransferStats:
             seconds = time.perf_counter() - start
             with self._lock:
                 self._seconds[activity] += seconds
-            self.add_span(activity, detail, start, seconds)
-
-    def add_span(self, activity: str, detail: str, start: float, seconds: float) -> None:
-        """Add what this thread did to the timeline, if there is one."""
-        if self.spans is not None:  # appending is atomic
-            self.spans.append(Span(threading.current_thread().name, activity, detail, start, seconds))
 
     def bytes(self) -> dict[str, dict[str, int]]:
         """Return {link: {kind: bytes}} for all links and kinds."""
@@ -120,7 +86,7 @@ class TransferStats:
         with self._lock:
             self._bytes.clear()
             self._seconds.clear()
-            self._experts = ExpertCounts()
+            self.experts = ExpertCounts()
 
 
 # Links and disks that are simulated: transfers that take as long as they would at a given rate.

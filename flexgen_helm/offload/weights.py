@@ -13,8 +13,7 @@ Offloaded experts are staged whole, after the router has chosen them (`offload.e
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -42,24 +41,24 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
-from flexgen_helm.offload.matrices import DiskMatrix, ExpertMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
+from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
+from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
     StagedMatrix,
     StageRows,
+    StagingRing,
     WeightPrefetcher,
     fits,
-    num_loaders,
     staged_bytes,
 )
-from flexgen_helm.offload.staging import StagingRing, aligned, pages
+from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, UNLIMITED, Tier
+from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, UNLIMITED, Tier
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, most_fused_rows
-from flexgen_helm.scheduling.work_items import StageVisit
+from flexgen_helm.scheduling.scheduler import StageVisit
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
 # let a whole stage fit into the staging ring.
@@ -73,8 +72,8 @@ class Weight:
     rows, width: of the unpacked matrix.
     fmt: how it is packed; None if it is not.
     resident: on the compute device; None if it is offloaded.
-    offloaded: None if it is resident, or of an expert.
-    in_expert: where it is in an offloaded expert.
+    offloaded: None if it is resident.
+    expert: that is offloaded, of which it is.
     stored: in 16 bits on the host, beside a resident copy in the compute dtype; products of a few rows read it.
     """
 
@@ -83,13 +82,13 @@ class Weight:
     fmt: GroupFormat | None
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
-    in_expert: ExpertMatrix | None = None
+    expert: str | None = None
     stored: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """As it is stored."""
-        stored = self.resident if self.resident is not None else self.offloaded or self.in_expert
+        stored = self.resident if self.resident is not None else self.offloaded
         assert stored is not None
         return stored.dtype
 
@@ -98,6 +97,8 @@ class TieredWeights:
     """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
+    dtype: the compute dtype.
+    streamer: of offloaded experts; None if there are none.
 
     While loading, one more tensor is in memory; weight files are written in tiles.
     """
@@ -117,12 +118,14 @@ class TieredWeights:
 
         Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
         """
-        self._config, self._tiers, self._dtype = placement.model.config, tiers, dtype
+        self._config, self._tiers, self.dtype = placement.model.config, tiers, dtype
         self.tensors: dict[str, Weight] = {}
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
-        self._streamer: ExpertStreamer | None = None
-        self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
+        self.streamer: ExpertStreamer | None = None
+        self._experts: dict[str, Expert] = {}  # the offloaded ones
+        self._likely: list[str] = []  # experts of the next stage that a batch will use, by what it used here
+        self._staged: dict[str, list[StagedMatrix]] = {}  # by stage
         loader = MatrixLoader(checkpoint, tiers, placement.model.precision)
         self._resources.callback(loader.close)
         shapes = tensor_shapes(self._config)
@@ -138,19 +141,28 @@ class TieredWeights:
                 tier = placement.weights.get(name, tiers.compute_tier)
                 if tier == tiers.compute_tier or len(shape) == 1:
                     self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
-                elif (expert := expert_of(name)) is not None:
-                    self.tensors[name] = self._load_expert(loader, name, shape, expert, tier)
                 else:
-                    self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
+                    self._claim(tier, "weights", loader.num_bytes(name))
+                    matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
+                    fmt, expert = loader.format_of(name), expert_of(name)
+                    self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
             report(ProgressPhase("load", done=total, total=total))
             if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
-            if any(weight.offloaded is not None for weight in self.tensors.values()):
+            of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
+            for name, weight in self.tensors.items():
+                if weight.offloaded is not None and weight.expert is not None:
+                    of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
+            self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
+            if any(weight.offloaded is not None and weight.expert is None for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(placement.staging_bytes)
             if self._experts:
-                self._streamer = self._start_streamer(placement.expert_bytes)
+                self.streamer = self._start_streamer(placement.expert_bytes)
             self._stages = stage_names(self._config)
-            self._stage_experts = {stage: self._experts_of(stage) for stage in self._stages}
+            self._stage_experts: dict[str, list[str]] = {}  # by number
+            for stage in self._stages:
+                experts = {expert for name in stage_tensor_shapes(self._config, stage) if (expert := expert_of(name))}
+                self._stage_experts[stage] = sorted(experts, key=expert_number)
             self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
@@ -167,7 +179,7 @@ class TieredWeights:
             if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
         ]
         # Packed matrices have bytes.
-        return any(weight.dtype != self._dtype for weight in multiplied)
+        return any(weight.dtype != self.dtype for weight in multiplied)
 
     @property
     def direct_rows(self) -> int:
@@ -178,8 +190,8 @@ class TieredWeights:
         rows = UNLIMITED
         for name, weight in self.tensors.items():
             if name.startswith("layers.") and (matrix := weight.resident) is not None and weight.fmt is not None:
-                rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self._dtype))
-            elif weight.resident is None or (name.startswith("layers.") and weight.resident.dtype != self._dtype):
+                rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self.dtype))
+            elif weight.resident is None or (name.startswith("layers.") and weight.resident.dtype != self.dtype):
                 return 0
         return rows
 
@@ -208,19 +220,14 @@ class TieredWeights:
         num_tokens: of the batch.
         used_again: another batch uses the stage next.
         """
-        prefetcher, began = self._prefetcher if self._staged[name] else None, time.perf_counter()
+        prefetcher = self._prefetcher if self._staged[name] else None
+        self._likely = []
         with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
-            yield _StageView(
-                self.tensors,
-                name,
-                self._dtype,
-                staged_rows,
-                self._streamer,
-                lambda numbers: self._use_experts(name, numbers, num_tokens, used_again),
-            )
-        if self._streamer is not None:
-            self._streamer.finish()
-        self._tiers.stats.add_span("stage", name, began, time.perf_counter() - began)
+            yield _StageView(self, name, staged_rows, num_tokens, used_again)
+        if self.streamer is not None:
+            self.streamer.finish()
+            if self._likely:
+                self.streamer.guess(self._likely, torch.ones(len(self._likely)))
 
     def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
         """Load likely experts of a stage, the next one, while nothing else is loaded.
@@ -229,36 +236,36 @@ class TieredWeights:
             is called only if these are resident.
         """
         experts = self._stage_experts[name]
-        if self._streamer is not None and not self._staged[name] and any(each in self._experts for each in experts):
-            likely = scores(_StageView(self.tensors, name, self._dtype, None, None, lambda numbers: None))
+        if self.streamer is not None and not self._staged[name] and not self._experts.keys().isdisjoint(experts):
+            likely = scores(_StageView(self, name, None))
             if likely is not None:
-                self._streamer.guess(experts, likely)
+                self.streamer.guess(experts, likely)
 
     def cancel(self) -> None:
         """Forget all prefetches, after an error in a pass; waits for loads that are under way."""
         if self._prefetcher is not None:
             self._prefetcher.cancel()
-        if self._streamer is not None:
-            self._streamer.cancel()
+        if self.streamer is not None:
+            self.streamer.cancel()
 
-    def _use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> None:
+    def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> None:
+        """Begin to load experts of a stage, by number, for a batch of `num_tokens` tokens; see `stage`."""
         names = [self._stage_experts[stage][number] for number in numbers]
         offloaded = [name for name in names if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
         self._tiers.stats.count_experts(num_tokens, len(names), routed_bytes)
-        if self._streamer is None:
-            return
-        self._streamer.use(offloaded, stage, used_again)
+        if self.streamer is not None:
+            self.streamer.use(offloaded, stage, used_again)
         following = self._stages.index(stage) + 1
-        experts = self._stage_experts[self._stages[following]] if following < len(self._stages) else []
-        if experts and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
-            self._streamer.guess(experts, torch.ones(len(experts)))
+        if following < len(self._stages) and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
+            self._likely = self._stage_experts[self._stages[following]]
 
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
         self.tensors.clear()
         self._experts.clear()
-        self._prefetcher = self._streamer = None
+        self._staged.clear()
+        self._prefetcher = self.streamer = None
         self._resources.close()
 
     def _claim(self, tier: Tier, kind: str, num_bytes: int) -> None:
@@ -270,13 +277,13 @@ class TieredWeights:
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
             return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
-        dtype = torch.float32 if self._config.has_float32(name) else self._dtype
+        dtype = torch.float32 if self._config.has_float32(name) else self.dtype
         copy_bytes, is_table = prod(shape) * dtype.itemsize, _is_table(name)
         self._claim(device_tier, "weights", copy_bytes)
         is_multiplied = len(shape) > 1 and (not is_table or (self._config.tied_head and self._config.has_head))
         stored: Tensor | None = None
         if fmt is not None:
-            copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self._dtype)
+            copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self.dtype)
         elif is_multiplied and device_tier == "cpu" and loader.num_bytes(name) < copy_bytes:
             self._claim("cpu", "weights", loader.num_bytes(name))
             stored = loader.to_device(name)
@@ -287,68 +294,40 @@ class TieredWeights:
         copy = column_major(copy) if is_multiplied and not is_table else copy
         return Weight(shape[0], shape[-1], None, copy, stored=stored)
 
-    def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
-        self._claim(tier, "weights", loader.num_bytes(name))
-        matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
-        self._resources.callback(matrix.close)
-        return Weight(shape[0], shape[-1], loader.format_of(name), offloaded=matrix)
-
-    def _load_expert(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], expert: str, tier: Tier) -> Weight:
-        """Load an expert with the first of its matrices."""
-        self._claim(tier, "weights", loader.num_bytes(name))
-        if expert not in self._experts:
-            stored = loader.expert_to_disk(expert) if tier == "disk" else loader.expert_to_host(expert)
-            self._resources.callback(stored.close)
-            self._experts[expert] = stored
-        return Weight(shape[0], shape[-1], loader.format_of(name), in_expert=loader.expert_matrix(name))
-
-    def _experts_of(self, stage: str) -> list[str]:
-        """Return the experts of a stage, by number."""
-        experts = {expert_of(name) for name in stage_tensor_shapes(self._config, stage)} - {None}
-        return sorted((expert for expert in experts if expert is not None), key=expert_number)
-
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         tiers, prefetcher = self._tiers, self._prefetcher
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
         shape = max(1, min(len(self._experts), expert_bytes // slot_bytes)), slot_bytes
-        self._claim(tiers.compute_tier, "staging", prod(shape))
-        copy_engine = tiers.copy_engine
-        streamer = ExpertStreamer(
-            self._experts,
-            pages(prod(shape)).view(shape) if copy_engine is None else copy_engine.device_memory(shape, torch.uint8),
-            tiers.stats,
-            tiers.overlap,
-            launched=tiers.launched,
-            is_idle=(lambda: True) if prefetcher is None else (lambda: prefetcher.is_idle),
-            wake=None if prefetcher is None else prefetcher.wake,
-        )
-        self._resources.callback(streamer.close)
+        slots = self._staging_memory(prod(shape)).view(shape)
+        is_idle = (lambda: True) if prefetcher is None else (lambda: prefetcher.is_idle)
+        streamer = ExpertStreamer(self._experts, slots, tiers, is_idle)
+        self._resources.callback(streamer.cancel)
         return streamer
 
     def _start_prefetcher(self, staging_bytes: int) -> WeightPrefetcher:
-        tiers = self._tiers
-        self._claim(tiers.compute_tier, "staging", staging_bytes)
-        if tiers.copy_engine is None:
-            prefetcher = WeightPrefetcher(StagingRing(staging_bytes), tiers.stats, tiers.overlap)
-        else:
-            memory = tiers.copy_engine.device_memory((aligned(staging_bytes),), torch.uint8)
-            ring = StagingRing(staging_bytes, memory)
-            prefetcher = WeightPrefetcher(ring, tiers.stats, tiers.overlap, tiers.launched)
-        self._resources.callback(prefetcher.close)
+        ring = StagingRing(staging_bytes, self._staging_memory(aligned(staging_bytes)))
+        prefetcher = WeightPrefetcher(ring, self._tiers)
+        self._resources.callback(prefetcher.cancel)
         return prefetcher
+
+    def _staging_memory(self, num_bytes: int) -> Tensor:
+        """Claim and allocate memory of the compute device."""
+        self._claim(self._tiers.compute_tier, "staging", num_bytes)
+        copy_engine = self._tiers.copy_engine
+        return pages(num_bytes) if copy_engine is None else copy_engine.device_memory((num_bytes,), torch.uint8)
 
     def _loader_buffer_bytes(self) -> int:
         """Return the host memory of loaders that bring weights from the disk to a device: a buffer for each."""
-        tiers, loaders = self._tiers, num_loaders(self._tiers.overlap)
-        if tiers.copy_engine is None:
+        if self._tiers.copy_engine is None:
             return 0
-        num_bytes = 0
-        if any(isinstance(weight.offloaded, DiskMatrix) for weight in self.tensors.values()):
+        offloaded = [(weight.offloaded, weight.expert) for weight in self.tensors.values() if weight.offloaded]
+        experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
+        staged: list[int] = []
+        if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
             matrices = (matrix for stage in self._staged.values() for matrix in stage)
-            sizes = (staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices)
-            num_bytes += loaders * max(sizes, default=0)
-        experts = (expert.buffer_bytes(expert.shape[0]) for expert in self._experts.values())
-        return num_bytes + loaders * max(experts, default=0)
+            staged = [staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
+        loaders = NUM_LOADERS if self._tiers.overlap else 1
+        return loaders * (max(staged, default=0) + max(experts, default=0))
 
     def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.
@@ -370,7 +349,7 @@ class TieredWeights:
             names.append(HEAD_MATRIX)
         staged = []
         for name in names:
-            if (matrix := self.tensors[name].offloaded) is not None:
+            if (matrix := self.tensors[name].offloaded) is not None and self.tensors[name].expert is None:
                 rows, row_bytes = matrix.shape[0], matrix.row_bytes
                 short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 tile_rows = max(1, min(rows, unit_bytes // row_bytes))
@@ -382,25 +361,23 @@ class _StageView(StageWeights):
     """One batch's use of one stage.
 
     staged_rows: of its offloaded matrices; None if there are none.
-    streamer: of offloaded experts; None if there are none.
-    use_experts: tells it which ones the batch uses.
+    num_tokens, used_again: see `TieredWeights.stage`.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Weight],
+        weights: TieredWeights,
         stage: str,
-        dtype: torch.dtype,
         staged_rows: StageRows | None,
-        streamer: ExpertStreamer | None,
-        use_experts: Callable[[Sequence[int]], None],
+        num_tokens: int = 0,
+        used_again: bool = False,
     ) -> None:
-        self._tensors, self._stage, self._dtype, self._staged_rows = tensors, stage, dtype, staged_rows
-        self._streamer, self._use_experts = streamer, use_experts
+        self._weights, self._tensors, self._stage = weights, weights.tensors, stage
+        self._staged_rows, self._num_tokens, self._used_again = staged_rows, num_tokens, used_again
         self.repeatable = staged_rows is None
 
     def use_experts(self, experts: Sequence[int]) -> None:
-        self._use_experts(experts)
+        self._weights.use_experts(self._stage, experts, self._num_tokens, self._used_again)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
@@ -411,24 +388,21 @@ class _StageView(StageWeights):
                 if y is not None:
                     return y
             return tiled_linear(x, weight.resident, bias, fmt, out_size)
-        if weight.in_expert is not None:
-            assert self._streamer is not None
-            return tiled_linear(x, self._streamer.matrix(weight.in_expert), bias, fmt, out_size)
+        if weight.expert is not None:
+            assert self._weights.streamer is not None
+            matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
+            return tiled_linear(x, matrix, bias, fmt, out_size)
         assert self._staged_rows is not None
+        staged = self._staged_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
-        out: Tensor | None = None
-        for first_stripe, rows in self._staged_rows(name):
-            first = first_stripe * stripe_rows
-            count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
-            part = tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
-            if count == out_size:
-                out = part
-                continue
-            if out is None:
-                out = x.new_empty((x.shape[0], out_size))
-            out[:, first : first + count] = part
-        assert out is not None
-        return out
+
+        def parts() -> Iterator[tuple[int, Tensor]]:
+            for first_stripe, rows in staged:
+                first = first_stripe * stripe_rows
+                count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
+                yield first, tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
+
+        return joined(parts(), x, out_size)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
@@ -453,9 +427,9 @@ class _StageView(StageWeights):
             assert table.offloaded is not None
             found = table.offloaded.gather(rows.on_host)
         if table.fmt is None:
-            return found.to(self._dtype)
+            return found.to(self._weights.dtype)
         # A row is a stripe of its own (`Precision.tables`).
-        out = torch.empty((found.shape[0], table.width), dtype=self._dtype, device=found.device)
+        out = torch.empty((found.shape[0], table.width), dtype=self._weights.dtype, device=found.device)
         return dequantize_into(found, table.fmt, out)
 
 

@@ -1,1 +1,1 @@
-"""Decisions: validated placement fractions and how many sequences form a block. No torch."""
+"""Decide placement and batching; predict how long a run takes. No torch."""

@@ -1,7 +1,7 @@
 """The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the paper's appendix).
 
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a cost is an affine
-form (`planner.affine`), and one set of equations serves the prediction for a policy and the search's linear program:
+form (`planner.problem`), and one set of equations serves the prediction for a policy and the search's linear program:
 
     pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 
@@ -71,12 +71,16 @@ class WeightReads:
 class BlockCosts:
     """Costs of a block.
 
+    shape, resident, reads: what they are of, as given to `block_costs`.
     sequences: of the block; for schedules without blocks, of the workload.
     decode_passes: of the block.
     memory: bytes by tier; each form must stay within the tier's limit.
     workspace: bytes by tier that computing takes besides; they count against the machine's memory, not the limit.
     """
 
+    shape: BlockShape
+    resident: bool
+    reads: Mapping[Tier, WeightReads] | None
     sequences: float
     prefill: PassTimes
     decode: PassTimes
@@ -104,7 +108,7 @@ def block_costs(
         prefill_turns, decode_turns = _turns(problem.stages, shape.num_gpu_batches)
         prefills = {name: prefill_turns * form for name, form in batch.prefill.items()}
         decodes = {name: decode_turns * form for name, form in batch.decode.items()}
-        return replace(batch, sequences=sequences, prefill=prefills, decode=decodes, memory=memory)
+        return replace(batch, shape=shape, sequences=sequences, prefill=prefills, decode=decodes, memory=memory)
     all_sequences = sequences if problem.endless else float(workload.num_sequences)
     if schedule.is_single_pass:
         sequences = all_sequences
@@ -130,7 +134,7 @@ def block_costs(
     decode_passes = 0.0 if schedule.is_single_pass else passes
     prefill_turns, _ = _turns(problem.stages, lanes)
     prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
-    return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
+    return BlockCosts(shape, resident, reads, sequences, prefills, decode, decode_passes, memory, workspace)
 
 
 def _turns(stages: float, lanes: float) -> tuple[float, float]:
@@ -308,8 +312,8 @@ class _Pass:
         problem, layers = self.problem, self.problem.config.num_layers
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
-            own = self.reads[tier]
-            layer_bytes, expert_bytes, head_bytes = own.layer_bytes, own.expert_bytes, own.head_bytes
+            reads = self.reads[tier]
+            layer_bytes, expert_bytes, head_bytes = reads.layer_bytes, reads.expert_bytes, reads.head_bytes
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:
@@ -330,8 +334,7 @@ class _Pass:
     def _weight_transfers(self, tier: Tier) -> float:
         problem, experts = self.problem, self.problem.config.experts
         if self.reads is not None:
-            own = self.reads[tier]
-            return own.matrices + self._expert_reads * own.experts
+            return self.reads[tier].matrices + self._expert_reads * self.reads[tier].experts
         transfers = 0.0 if experts is None else self._expert_reads * experts.count
         if not problem.offloads_only_experts:
             transfers += problem.layer_matrices

@@ -77,16 +77,8 @@ class StorageSizes:
                 counts[self.config.has_float32(name)] += shape[0]
         return counts[0], counts[1]
 
-    def stage_bytes(self, stage: str) -> int:
-        """Bytes of the matrices of one stage."""
-        return self._stages[stage][0]
-
-    def stage_expert_bytes(self, stage: str) -> int:
-        """Bytes of those that belong to experts."""
-        return self._stages[stage][1]
-
     @cached_property
-    def _stages(self) -> dict[str, tuple[int, int]]:
+    def stages(self) -> Mapping[str, tuple[int, int]]:
         """Bytes of each stage's matrices, and of those that belong to experts."""
         found = {}
         for stage in stage_names(self.config):
@@ -116,7 +108,7 @@ def most_underfilled(
     return max(tiers, key=lambda tier: round(fractions[tier] * total - placed_bytes[tier], 3))
 
 
-def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
+def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
     """Choose the tier of each tensor; the matrices of an expert stay together.
 
     What every token needs comes to the fastest tiers first, and experts, of which a token needs a few, to what is left
@@ -133,22 +125,17 @@ def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str
     left = {tier: fractions[tier] * total for tier in TIERS}
     placed: dict[str, Tier] = {}
     for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
-        own = _spread(group, _first_shares(left, sum(group.values())))
-        for unit, tier in own.items():
+        shares, rest, num_bytes = dict.fromkeys(TIERS, 0.0), float(sum(group.values())), sum(group.values())
+        for tier in TIERS:
+            shares[tier] = max(0.0, min(rest, left[tier]))
+            rest -= shares[tier]
+        last: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
+        shares[last] += rest  # whole tensors before it have exceeded a tier's bytes
+        spread = _spread(group, {tier: share / max(1, num_bytes) for tier, share in shares.items()})
+        for unit, tier in spread.items():
             left[tier] -= group[unit]
-        placed |= own
+        placed |= spread
     return {name: placed[unit] for name, unit in units.items()}
-
-
-def _first_shares(left: Mapping[Tier, float], num_bytes: int) -> dict[Tier, float]:
-    """Return the fractions of a group of tensors that fills what is left of the fastest tiers first."""
-    shares, rest = dict.fromkeys(TIERS, 0.0), float(num_bytes)
-    for tier in TIERS:
-        shares[tier] = max(0.0, min(rest, left[tier]))
-        rest -= shares[tier]
-    last: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
-    shares[last] += rest  # whole tensors before it have exceeded a tier's bytes
-    return {tier: share / num_bytes for tier, share in shares.items()} if num_bytes else shares
 
 
 def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
@@ -157,12 +144,9 @@ def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[s
     Each tensor goes to the most underfilled tier, so after every one each tier is at most a tensor off its fraction.
     Offloaded tensors are therefore spread evenly over the layers, which overlap needs.
     """
-    placed_bytes = dict.fromkeys(TIERS, 0)
+    placed_bytes, total = dict.fromkeys(TIERS, 0), 0
     placed: dict[str, Tier] = {}
     allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
-    if len(allowed) == 1:
-        return dict.fromkeys(sizes, allowed[0])
-    total = 0
     for name, size in sizes.items():
         total += size
         placed[name] = most_underfilled(allowed, fractions, placed_bytes, total)
@@ -307,22 +291,18 @@ def expert_slot_bytes(storage: StorageSizes) -> int:
 
 def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
-    stages = [stage for stage in stage_names(storage.config) if stage != EMBED]
-    total = _staging_bytes(max(map(storage.stage_bytes, stages)), limit)
+    stages = [sizes for stage, sizes in storage.stages.items() if stage != EMBED]
+    largest = max(num_bytes for num_bytes, _ in stages)
+    total = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
+    # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
+    if total < largest + MIN_STAGING_BYTES <= limit * _MAX_STAGING_SHARE:
+        total = largest + MIN_STAGING_BYTES
     slot = expert_slot_bytes(storage)
     if not slot:
         return StagingSizes(total)
-    always = max(storage.stage_bytes(stage) - storage.stage_expert_bytes(stage) for stage in stages)
+    always = max(num_bytes - of_experts for num_bytes, of_experts in stages)
     ring = max(MIN_STAGING_BYTES, min(2 * always + MIN_STAGING_BYTES, total // 2))
     return StagingSizes(ring, max(MIN_EXPERT_SLOTS * slot, total - ring))
-
-
-def _staging_bytes(largest: int, limit: int) -> int:
-    """Size staging memory for stages of up to `largest` bytes."""
-    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
-    # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
-    one_layer = largest + MIN_STAGING_BYTES
-    return one_layer if staging < one_layer <= limit * _MAX_STAGING_SHARE else staging
 
 
 def loader_buffer_bytes(storage: StorageSizes) -> int:
@@ -344,31 +324,22 @@ class CacheSizes:
     window_bytes: of a sequence on the compute device: its full-precision residual window in all cached layers, and the
         states of layers that keep one.
     fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
-    host_attends: attention over cache blocks in host memory runs there, so that those blocks are not fetched.
     """
 
     bytes_per_token: int
     layer_bytes_per_token: int
     window_bytes: int = 0
     fill_tokens: int = 0
-    host_attends: bool = False
 
 
 def cache_sizes(
-    config: ModelConfig,
-    fmt: CacheFormat | None,
-    element_bytes: int,
-    *,
-    on_disk: bool,
-    host_attention: bool = False,
-    one_layer: bool = False,
+    config: ModelConfig, fmt: CacheFormat | None, element_bytes: int, *, on_disk: bool, one_layer: bool = False
 ) -> CacheSizes:
     """Compute the sizes of a cache.
 
     fmt: None for a cache in the compute dtype.
     element_bytes: of an element in the compute dtype.
     on_disk: part of the cache may be on the disk, where quantized groups start on a page.
-    host_attention: attention over a cache in host memory may run there; a quantized cache is always fetched.
     one_layer: only one layer is cached at a time (prefill-only).
     """
     layers = 1 if one_layer else config.num_cache_layers
@@ -376,7 +347,7 @@ def cache_sizes(
     states = state_bytes(config, one_layer)
     if fmt is None:
         fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
-        return CacheSizes(layers * plain, plain, states, fill, host_attention)
+        return CacheSizes(layers * plain, plain, states, fill)
     group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
     if on_disk:
         group = -(-group // ALIGNMENT) * ALIGNMENT

@@ -103,7 +103,8 @@ def simulated_gpu(
     to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
     disk = hardware.disk
     if disk_gb_s is not None:
-        read, write = (min(rate * 1e9, own) for rate, own in zip(disk_gb_s, (disk.read_bytes_s, disk.write_bytes_s)))
+        read, write = (1e9 * rate for rate in disk_gb_s)
+        read, write = min(read, disk.read_bytes_s), min(write, disk.write_bytes_s)
         disk = replace(disk, read_bytes_s=read, write_bytes_s=write, duplex=1.0)
     return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu), disk=disk)
 
@@ -114,44 +115,26 @@ def planning_problem(
     workload: Workload,
     *,
     precision: str | Precision = "fp16",
-    storage_dtype: str = "float16",
     limits: MemoryLimits = MemoryLimits(),
-    overlap: bool = True,
-    cpu_attention: bool = True,
-    endless: bool = False,
-    pins_host_memory: bool = True,
-    counts_workspace: bool = False,
+    **more: Any,
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
-    storage_dtype: of the checkpoint.
     limits: None for what the machine has, less a margin; of the disk all that is free.
-    counts_workspace: the limit of the gpu holds for computing, too.
+    more: fields of the problem, such as the checkpoint's `storage_dtype`.
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
     suffices = not overflows_float16(config.architecture)
-    half = hardware.gpu is not None and hardware.gpu.compute_dtype(storage_dtype, suffices) != "float32"
-    problem = PlanningProblem(
-        config,
-        hardware,
-        workload,
-        precision_named(precision) if isinstance(precision, str) else precision,
-        compute_bytes=2 if half else 4,
-        limits={},
-        overlap=overlap,
-        cpu_attention=cpu_attention,
-        endless=endless,
-        pins_host_memory=pins_host_memory,
-        storage_dtype=storage_dtype,
-    )
+    stored = more.get("storage_dtype", "float16")
+    half = hardware.gpu is not None and hardware.gpu.compute_dtype(stored, suffices) != "float32"
+    named = precision_named(precision) if isinstance(precision, str) else precision
+    problem = PlanningProblem(config, hardware, workload, named, 2 if half else 4, {}, **more)
     bytes_by_tier: dict[Tier, float] = {}
     for tier in TIERS:
         limit = getattr(limits, tier)
         if limit is not None and limit < 0:
             raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
-        if limit is not None and tier == "gpu" and counts_workspace:
-            limit = problem.workspace.room_beside(limit)
         bytes_by_tier[tier] = float(problem.largest_limit(tier) if limit is None else limit)
     return replace(problem, limits=bytes_by_tier)
 
@@ -170,11 +153,10 @@ class Plan:
     @property
     def block_sequences(self) -> int:
         """Sequences that are computed together."""
-        own, workload = self.solution.policy.block_size, self.problem.workload
+        block_size, num_sequences = self.solution.policy.block_size, self.problem.workload.num_sequences
         if self.problem.endless:
-            return own
-        whole = self.solution.schedule.is_single_pass
-        return workload.num_sequences if whole else min(own, workload.num_sequences)
+            return block_size
+        return num_sequences if self.solution.schedule.is_single_pass else min(block_size, num_sequences)
 
     @property
     def sequences_per_h(self) -> float:
@@ -183,6 +165,11 @@ class Plan:
     @property
     def spread(self) -> Spread:
         return spread_of(self.problem.hardware, self.problem.stages)
+
+    @property
+    def expected(self) -> Expectation:
+        seconds = self.solution.prediction.latency_s
+        return Expectation(seconds, *self.spread.of_time(seconds))
 
     def to_json(self) -> dict[str, Any]:
         """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
@@ -265,47 +252,38 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
 
 
 def _explanation(problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool) -> str:
-    """Say what bounds the speed, and what would help most."""
+    """Say what bounds the speed, and what would help most.
+
+    With more memory a searched policy is searched again, under the same limit of latency.
+    """
     bounds = []
     for phase, seconds in solution.prediction.seconds.items():
         slowest = max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
         if seconds.get(slowest, 0.0):
             bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
-    gains = _gains(problem, solution, max_latency, searched)[:2]
-    helps = "; ".join(f"{what} would bring {100 * (gain - 1):+.0f} %" for what, gain in gains if gain >= 1.02)
-    halved = _rates_with(problem, solution, 1 / 2)
-    part = min(halved, key=lambda name: halved[name])
-    longer = 100 * (solution.prediction.tokens_per_s / halved[part] - 1)
-    depends = f"the prediction depends most on the {part}: at half of its rates the work takes {longer:.0f} % longer"
-    return " ".join(map(_sentence, (", ".join(bounds), helps or "doubling one resource brings little", depends)))
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _gains(
-    problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool
-) -> list[tuple[str, float]]:
-    """Return the throughput relative to now with twice of each resource, the most helpful first.
-
-    A faster part is tried with the same policy; with more memory a searched policy is searched again,
-    under the same limit of latency.
-    """
-    hardware = problem.hardware
-    rate_of = {f"a {part} twice as fast": rate for part, rate in _rates_with(problem, solution, 2).items()}
+    now, hardware = solution.prediction.tokens_per_s, problem.hardware
+    rates = {f"a {part} twice as fast": rate for part, rate in _rates_with(problem, solution, 2).items()}
     memories: tuple[tuple[Tier, str], ...] = (("gpu", "GPU memory"), ("cpu", "host memory"))
     for tier, name in memories:
         memory = solution.prediction.memory[tier]
         if searched and memory.limit and memory.peak >= _FULL * memory.limit:
-            larger = _changed(hardware, {tier: _scaled(getattr(hardware, tier), 2, "memory_bytes")})
+            larger = replace(hardware, **{tier: _scaled(getattr(hardware, tier), 2, "memory_bytes")})
             limits = {**problem.limits, tier: 2 * problem.limits[tier]}
             with suppress(MemoryLimitError):
                 roomy = replace(problem, hardware=larger, limits=limits)
                 more = search(roomy, (solution.schedule,), max_latency=max_latency)
-                rate_of[f"twice the {name}"] = more.prediction.tokens_per_s
-    now = solution.prediction.tokens_per_s
-    return sorted(((what, rate / now) for what, rate in rate_of.items()), key=lambda gain: -gain[1])
+                rates[f"twice the {name}"] = more.prediction.tokens_per_s
+    best = sorted(rates, key=lambda what: -rates[what])[:2]
+    helps = [f"{what} would bring {100 * (rates[what] / now - 1):+.0f} %" for what in best if rates[what] >= 1.02 * now]
+    halved = _rates_with(problem, solution, 1 / 2)
+    part = min(halved, key=lambda name: halved[name])
+    longer = 100 * (now / halved[part] - 1)
+    sentences = (
+        ", ".join(bounds),
+        "; ".join(helps) or "doubling one resource brings little",
+        f"the prediction depends most on the {part}: at half of its rates the work takes {longer:.0f} % longer",
+    )
+    return " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
 
 
 def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> dict[str, float]:
@@ -318,7 +296,7 @@ def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> 
     rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
     changed = _scaled(replace(processor, matmul_flops=flops), factor, *rates)
     machines = {
-        "GPU" if problem.compute_tier == "gpu" else "processor": _changed(hardware, {problem.compute_tier: changed}),
+        "GPU" if problem.compute_tier == "gpu" else "processor": replace(hardware, **{problem.compute_tier: changed}),  # type: ignore[arg-type]
         "disk": replace(hardware, disk=_scaled(hardware.disk, factor, "read_bytes_s", "write_bytes_s")),
     }
     if hardware.link is not None:
@@ -331,11 +309,7 @@ def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> 
 
 
 def _scaled(record: _Record, factor: float, *names: str) -> _Record:
-    return _changed(record, {name: factor * getattr(record, name) for name in names})
-
-
-def _changed(record: _Record, values: Mapping[Any, Any]) -> _Record:
-    return replace(record, **values)  # type: ignore[type-var]
+    return replace(record, **{name: factor * getattr(record, name) for name in names})  # type: ignore[type-var]
 
 
 # How long a suite of run entries takes: each scenario alone, and all together as one run. No torch.
@@ -477,12 +451,10 @@ def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compa
     Raises `MemoryLimitError` where nothing fits.
     """
     made = make_plan(replace(problem, workload=joined(entry.expected for entry in entries), endless=False))
-    others = search_precisions(made, None, None) if compare else {}
     planned = _suite_plan(made, entries)
-    by_precision = {
-        name: None if other is None else planned if other is made else _suite_plan(other, entries)
-        for name, other in others.items()
-    }
+    by_precision: dict[str, SuitePlan | None] = {}
+    for name, found in search_precisions(made, None, None).items() if compare else ():
+        by_precision[name] = planned if found is made else _suite_plan(found, entries) if found else None
     return replace(planned, by_precision=by_precision)
 
 
@@ -529,10 +501,10 @@ def _seconds(made: Plan, workload: Workload) -> float:
 
 def joined(workloads: Iterable[Workload]) -> Workload:
     """Return all sequences of several workloads as one."""
-    every = list(workloads)
     counts: Counter[tuple[int, int]] = Counter()
-    for workload in every:
+    saved = scored = 0
+    for workload in workloads:
+        saved, scored = saved + workload.saved_tokens, scored + workload.scored_tokens
         for prompt, output, count in workload.groups:
             counts[prompt, output] += count
-    groups = tuple((prompt, output, count) for (prompt, output), count in sorted(counts.items()))
-    return Workload(groups, sum(each.saved_tokens for each in every), sum(each.scored_tokens for each in every))
+    return Workload(tuple((*lengths, count) for lengths, count in sorted(counts.items())), saved, scored)

@@ -100,7 +100,7 @@ def _hidden_share(transfers: Sequence[Sequence[float]], computed: Sequence[float
     None if nothing can hide, or nothing did.
     """
     together = sum(map(sum, transfers)) + sum(computed)
-    longest = sum(max([own, *others]) for own, others in zip(computed, transfers))
+    longest = sum(max(seconds, *hidden) for seconds, hidden in zip(computed, transfers))
     share = (together - total) / (together - longest) if together > longest else 0.0
     return min(1.0, share) if share > 0.05 else None
 
@@ -175,7 +175,8 @@ class Planner:
         assert self._placement is not None
         solution = None
         if self.searches and size.workload is not None and schedule is None:
-            solution = self._block(size.workload, self._placement)
+            shares = self._placement.shares
+            solution = self._search(size.workload, Policy(1, 1, wg=shares["gpu"], wc=shares["cpu"]))
         choices = replace(self._choices, schedule=schedule or self._choices.schedule)
         return plan_run(self._placement, size, free, choices, solution)
 
@@ -202,8 +203,7 @@ class Planner:
     @property
     def product_flops(self) -> float:
         """Rate of the fastest product that predictions are made with."""
-        problem = self._problem(TYPICAL_WORKLOAD)
-        return problem.product_flops.best
+        return self._problem(TYPICAL_WORKLOAD).product_flops.best
 
     def _rates(self, measure: bool = True) -> HardwareProfile | None:
         if self._profile is None:
@@ -214,7 +214,7 @@ class Planner:
         """Return the planning problem of a workload; endless: it goes on for ever."""
         assert self._profile is not None
         machine = self._machine
-        problem = planning_problem(
+        return planning_problem(
             self._config,
             self._profile,
             workload,
@@ -225,12 +225,9 @@ class Planner:
             cpu_attention=machine.cpu_attention,
             endless=endless,
             pins_host_memory=self._source.pins_host_memory,
+            stages=self._stages,
+            expert_skew=self._expert_skew,
         )
-        return replace(problem, stages=self._stages, expert_skew=self._expert_skew)
-
-    def _block(self, workload: Workload, placement: Placement) -> Solution | None:
-        """Search batching and cache placement of a run; None without a profile or a feasible policy."""
-        return self._search(workload, Policy(1, 1, wg=placement.shares["gpu"], wc=placement.shares["cpu"]))
 
     def _search(self, workload: Workload, weights: Policy | None) -> Solution | None:
         """Search a policy; weights: one whose weights are loaded already. Without, the workload goes on for ever."""

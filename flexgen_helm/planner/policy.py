@@ -243,12 +243,7 @@ def divide_layers(config: ModelConfig, num_ranks: int, counts: Sequence[int] | N
             f"--pipeline-layers {','.join(map(str, counts))} does not fit {layers} layers and {num_ranks} ranks; "
             f"give {num_ranks} numbers with the sum {layers}"
         )
-    return _ranges(counts)
-
-
-def _ranges(counts: Sequence[int]) -> list[range]:
-    ends = list(accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends)]
+    return [range(end - count, end) for count, end in zip(counts, accumulate(counts))]
 
 
 def _balanced(layers: int, num_ranks: int, head: float) -> list[int]:

@@ -16,7 +16,15 @@ from flexgen_helm.planner.cost_model import (
     block_costs,
     pass_seconds,
 )
-from flexgen_helm.planner.placement import BLOCK_SEQUENCES, TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
+from flexgen_helm.planner.placement import (
+    BLOCK_SEQUENCES,
+    TIERS,
+    Kind,
+    Tier,
+    achieved_fractions,
+    choose_tiers,
+    tier_fractions,
+)
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Schedule
 from flexgen_helm.planner.problem import COLUMNS, WEIGHTS, Affine, BlockShape, PlanningProblem, fraction_vector
 
@@ -91,7 +99,7 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
 
 
 def _placed_weights(problem: PlanningProblem, policy: Policy) -> dict[str, Tier]:
-    return place(problem.storage.matrices, tier_fractions(policy, "weights", problem.compute_tier == "gpu"))
+    return choose_tiers(problem.storage.matrices, tier_fractions(policy, "weights", problem.compute_tier == "gpu"))
 
 
 def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str, Tier]) -> Affine:
@@ -101,7 +109,7 @@ def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str,
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
         "weights": (problem.storage.matrices, weights),
-        "cache": (cache, place(cache, tier_fractions(policy, "cache", has_gpu))),
+        "cache": (cache, choose_tiers(cache, tier_fractions(policy, "cache", has_gpu))),
     }
     for kind, (sizes, tiers) in placed.items():
         for tier, fraction in achieved_fractions(sizes, tiers).items():
@@ -114,15 +122,15 @@ def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions
     sums = {tier: [0.0] * 5 for tier in TIERS}
     experts: set[str] = set()
     for name, kind in problem.matrix_kinds.items():
-        own, num_bytes = sums[placed[name]], problem.storage.matrices[name]
+        reads, num_bytes = sums[placed[name]], problem.storage.matrices[name]
         if kind == "layer":
-            own[0] += num_bytes
-            own[3] += 1
+            reads[0] += num_bytes
+            reads[3] += 1
         elif kind == "head":
-            own[2] += num_bytes
+            reads[2] += num_bytes
         elif kind != "embedding":
-            own[1] += num_bytes
-            own[4] += kind not in experts
+            reads[1] += num_bytes
+            reads[4] += kind not in experts
             experts.add(kind)
     shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
     return {
@@ -160,7 +168,7 @@ def evaluate(
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
-    latency_s = workload_seconds(problem, shape, costs, fractions, resident, reads)
+    latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
@@ -175,25 +183,15 @@ def evaluate(
     )
 
 
-def workload_seconds(
-    problem: PlanningProblem,
-    shape: BlockShape,
-    costs: BlockCosts,
-    fractions: Affine,
-    resident: bool,
-    reads: Mapping[Tier, WeightReads] | None = None,
-) -> float:
-    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless.
-
-    costs: of a block of `shape`.
-    """
+def workload_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> float:
+    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless."""
     block_s = sum(_phase_seconds(problem, costs, fractions))
     if problem.endless:
         return block_s
     full_blocks, rest = divmod(problem.workload.num_sequences, int(costs.sequences))
     if not rest:
         return full_blocks * block_s
-    last = block_costs(problem, shrunk(shape, rest), resident, reads)
+    last = block_costs(problem, shrunk(costs.shape, rest), costs.resident, costs.reads)
     return full_blocks * block_s + sum(_phase_seconds(problem, last, fractions))
 
 

@@ -175,7 +175,7 @@ class PlanningProblem:
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
-    expert_skew: how unevenly tokens select experts (`planner.experts`); 0 where no run has counted.
+    expert_skew: how unevenly tokens select experts (`expected_experts`); 0 where no run has counted.
     storage_dtype: of weights in 16 bits.
     """
 
@@ -229,8 +229,8 @@ class PlanningProblem:
         """Rate of products by rows of x."""
         curves = self.hardware.compute_processor.matmul_flops
         if self.multiplies_as_stored and self.precision.weights is None:
-            own = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.compute_dtype)
-            return curves.get(own, curves[self.compute_dtype])
+            product = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.compute_dtype)
+            return curves.get(product, curves[self.compute_dtype])
         return curves[self.compute_dtype]
 
     def capacity(self, tier: Tier) -> float:
@@ -276,7 +276,7 @@ class PlanningProblem:
     @cached_property
     def layer_bytes(self) -> float:
         """Bytes of a layer as stored, on average."""
-        return sum(map(self.storage.stage_bytes, layer_stages(self.config))) / self.config.num_layers
+        return sum(self.storage.stages[stage][0] for stage in layer_stages(self.config)) / self.config.num_layers
 
     @cached_property
     def layer_matrices(self) -> float:
@@ -304,7 +304,7 @@ class PlanningProblem:
     @cached_property
     def layer_expert_bytes(self) -> float:
         """Bytes of a layer's experts as stored."""
-        return sum(map(self.storage.stage_expert_bytes, layer_stages(self.config))) / self.config.num_layers
+        return sum(self.storage.stages[stage][1] for stage in layer_stages(self.config)) / self.config.num_layers
 
     @cached_property
     def layer_expert_elements(self) -> float:
@@ -358,7 +358,7 @@ class PlanningProblem:
     @cached_property
     def head_bytes(self) -> int:
         tied = self.storage.matrices[EMBED_TABLE] if self._borrows_table else 0
-        return self.storage.stage_bytes(HEAD) + tied if self.config.has_head else 0
+        return self.storage.stages[HEAD][0] + tied if self.config.has_head else 0
 
     @property
     def _borrows_table(self) -> bool:
@@ -484,7 +484,8 @@ class PlanningProblem:
         """
         config, work = self.config, self.compute_bytes
         vectors = self.storage.vector_bytes(work)
-        staging = affine(vectors / self.stages + (self._graph_bytes(vectors) if resident else self._staging_bytes))
+        beside = self._graph_bytes(vectors) if resident else self.ring_bytes + self.staging.experts
+        staging = affine(vectors / self.stages + beside)
         if not shape.schedule.is_single_pass:
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.stages)
@@ -500,10 +501,6 @@ class PlanningProblem:
     @cached_property
     def _loader_buffer_bytes(self) -> int:
         return loader_buffer_bytes(self.storage)
-
-    @property
-    def _staging_bytes(self) -> float:
-        return self.ring_bytes + self.staging.experts
 
     def _graph_bytes(self, vectors: int) -> int:
         """Bytes of CUDA graphs, which launch decode layers whose weights are resident; vectors: bytes of those."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 
 from flexgen_helm.errors import MemoryLimitError
@@ -54,12 +54,12 @@ class RunSize:
     workload: lengths that the search plans for, of some requests at least; None without.
     decodes: some sequence draws a second token, so that it has a cache; without, only shared prefixes have.
     prompt_tokens: over all requests; a request with more completions than tokens counts its completions.
-    longest_early: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
+    max_early_stop_tokens: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
     """
 
     longest: int
     prompt_tokens: int
-    longest_early: int = 0
+    max_early_stop_tokens: int = 0
     longest_decoded: int = 0
     longest_steps: int = 0
     decodes: bool = True
@@ -118,7 +118,7 @@ class RunMemory:
 
         Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one sequence.
         """
-        placement, policy, cache, hidden = self.placement, self.policy, self.cache, self._hidden_state_bytes
+        placement, policy, cache = self.placement, self.policy, self.cache
         available, max_windows = self._cache_room
         room = {tier: max(0.0, available[tier]) / share for tier, share in placement.cache.items() if share > 0}
 
@@ -130,9 +130,10 @@ class RunMemory:
         if self.schedule.is_single_pass:
             pass_tokens = UNLIMITED
         elif self.schedule.reads_once:
-            pass_bytes = min(hidden[tier] / share for tier, share in placement.activations.items() if share > 0)
+            shares = placement.activations.items()
+            pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
             pass_tokens = max(1, int(pass_bytes / self.hidden_bytes))
-        block_sequences = self._block_sequences
+        block_sequences, staging_bytes = self._staging
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
             if self.is_searched and self._page_tokens:
@@ -145,7 +146,7 @@ class RunMemory:
             max_sequences = MAX_SEQUENCES[self._compute_tier]
             if self._page_tokens:
                 max_sequences = max(max_sequences, LONG_MAX_SEQUENCES)
-            block_sequences = block_sequences if self._is_staged else LARGE_BLOCK_SEQUENCES
+            block_sequences = block_sequences if staging_bytes else LARGE_BLOCK_SEQUENCES
         return SchedulerLimits(
             batch_tokens,
             batch_sequences,
@@ -160,12 +161,67 @@ class RunMemory:
         )
 
     @cached_property
+    def _page_tokens(self) -> int:
+        """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole size at once."""
+        if self.placement.cache["disk"] > 0 or self.schedule.is_single_pass:
+            return 0
+        return LONG_PAGE_TOKENS if self.size.max_early_stop_tokens > LONG_ANSWER_TOKENS else 0
+
+    @cached_property
+    def _staging(self) -> tuple[int, int]:
+        """Sequences of a cache block, and bytes of a staged one on the compute tier; 0 if none is brought there.
+
+        These are the layer in use and, where it has room, the next. A staged block has only so many sequences that
+        there is room if all are longest.
+        """
+        machine, precision = self.placement.machine, self.placement.model.precision
+        # Attention over a plain cache in host memory runs there; a quantized one is fetched.
+        host_attends = machine.cpu_attention and machine.has_gpu and precision.cache is None
+        attended = (machine.compute_tier, "cpu") if host_attends else (machine.compute_tier,)
+        if not any(share > 0 and tier not in attended for tier, share in self.placement.cache.items()):
+            return BLOCK_SEQUENCES, 0
+        share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
+        room = share * (self.free[self._compute_tier] - self.cache.window_bytes)
+        sequence_bytes = (self.size.longest + 1) * self.cache.layer_bytes_per_token
+        if 2 * sequence_bytes <= room:
+            sequence_bytes *= 2
+        sequences = max(1, min(BLOCK_SEQUENCES, int(room / sequence_bytes)))
+        staged = sequences if self.policy is None else min(sequences, self.policy.gpu_batch_size)
+        return sequences, staged * sequence_bytes
+
+    @cached_property
+    def _waiting_bytes(self) -> dict[Tier, float]:
+        """Bytes of each tier that hidden states of waiting batches may take.
+
+        Under a policy they may take what the block's cache and staging leave, and always at least their share.
+        """
+        if not self.schedule.reads_once:  # one batch at a time: nothing waits
+            return dict.fromkeys(TIERS, 0.0)
+        size, policy, waiting = self.size, self.policy, {}
+        for tier in TIERS:
+            allowed = ACTIVATIONS_SHARE * self.free[tier]
+            if policy is not None and not self.schedule.is_single_pass:
+                staging = self._staging[1] if tier == self._compute_tier else 0
+                left: float = self.free[tier] - staging
+                positions = policy.block_size * size.longest
+                if size.decodes:
+                    left -= positions * self.cache.bytes_per_token * self.placement.cache[tier]
+                    left -= policy.block_size * self.cache.window_bytes if tier == self._compute_tier else 0
+                else:  # the planned block has room, and shared prefixes have the rest
+                    left = min(positions * self.hidden_bytes * self.placement.activations[tier], left)
+                allowed = max(allowed, left)
+            # At least one sequence, however long: a preempted one is computed again in one piece.
+            most = max(size.prompt_tokens, size.longest)
+            waiting[tier] = min(max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes)
+        return waiting
+
+    @cached_property
     def _cache_room(self) -> tuple[dict[Tier, float], int]:
         """Bytes of each tier for cache blocks, and how many residual windows have room besides."""
-        placement, cache, hidden = self.placement, self.cache, self._hidden_state_bytes
-        compute_tier = self._compute_tier
-        available = {tier: self.free[tier] - (hidden[tier] if placement.activations[tier] > 0 else 0) for tier in TIERS}
-        available[compute_tier] -= self._staging_bytes
+        placement, cache, compute_tier = self.placement, self.cache, self._compute_tier
+        has_hidden = {tier: placement.activations[tier] > 0 for tier in TIERS}
+        available = {tier: self.free[tier] - (self._waiting_bytes[tier] if has_hidden[tier] else 0) for tier in TIERS}
+        available[compute_tier] -= self._staging[1]
         max_windows = UNLIMITED
         if cache.window_bytes and placement.cache[compute_tier] < 1:
             # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
@@ -173,7 +229,7 @@ class RunMemory:
             available[compute_tier] -= windows
             max_windows = int(windows // cache.window_bytes)
         for tier in TIERS:
-            if available[tier] < 0 and (tier == compute_tier or placement.activations[tier] > 0):
+            if available[tier] < 0 and (tier == compute_tier or has_hidden[tier]):
                 missing = exact_size(math.ceil(-available[tier]))
                 raise MemoryLimitError(
                     f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
@@ -181,74 +237,8 @@ class RunMemory:
                 )
         return available, max_windows
 
-    @property
-    def _page_tokens(self) -> int:
-        """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole size at once."""
-        if self.placement.cache["disk"] > 0 or self.schedule.is_single_pass:
-            return 0
-        return LONG_PAGE_TOKENS if self.size.longest_early > LONG_ANSWER_TOKENS else 0
 
-    @property
-    def _staging_bytes(self) -> int:
-        """Bytes of an offloaded cache block on the compute tier: the layer in use and, where it has room, the next."""
-        if not self._is_staged:
-            return 0
-        sequences = self._block_sequences
-        if self.policy is not None:
-            sequences = min(sequences, self.policy.gpu_batch_size)
-        return sequences * self._staged_sequence_bytes
-
-    @property
-    def _is_staged(self) -> bool:
-        """Whether a part of the cache is brought to the compute tier for attention."""
-        attended = (self._compute_tier, "cpu") if self.cache.host_attends else (self._compute_tier,)
-        return any(share > 0 and tier not in attended for tier, share in self.placement.cache.items())
-
-    @property
-    def _staged_sequence_bytes(self) -> int:
-        layer_bytes = (self.size.longest + 1) * self.cache.layer_bytes_per_token
-        return 2 * layer_bytes if 2 * layer_bytes <= self._staging_room else layer_bytes
-
-    @property
-    def _staging_room(self) -> float:
-        share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
-        return share * (self.free[self._compute_tier] - self.cache.window_bytes)
-
-    @property
-    def _block_sequences(self) -> int:
-        """Sequences of a cache block; of a staged one only so many that it has room if all are longest."""
-        if not self._is_staged:
-            return BLOCK_SEQUENCES
-        return max(1, min(BLOCK_SEQUENCES, int(self._staging_room / self._staged_sequence_bytes)))
-
-    @cached_property
-    def _hidden_state_bytes(self) -> dict[Tier, float]:
-        """Bytes of each tier that hidden states of waiting batches may take.
-
-        Under a policy they may take what the block's cache and staging leave, and always at least their share.
-        """
-        if not self.schedule.reads_once:  # one batch at a time: nothing waits
-            return dict.fromkeys(TIERS, 0.0)
-        waiting: dict[Tier, float] = {}
-        for tier in TIERS:
-            allowed = ACTIVATIONS_SHARE * self.free[tier]
-            if self.policy is not None and not self.schedule.is_single_pass:
-                sequences = self.policy.block_size
-                cached = sequences * self.size.longest * self.cache.bytes_per_token * self.placement.cache[tier]
-                windows = self._staging_bytes + sequences * self.cache.window_bytes
-                left = self.free[tier] - cached - (windows if tier == self._compute_tier else 0)
-                if not self.size.decodes:  # the planned block has room, and shared prefixes have the rest
-                    staging = self._staging_bytes if tier == self._compute_tier else 0
-                    planned = sequences * self.size.longest * self.hidden_bytes * self.placement.activations[tier]
-                    left = min(planned, self.free[tier] - staging)
-                allowed = max(allowed, left)
-            # At least one sequence, however long: a preempted one is computed again in one piece.
-            most = max(self.size.prompt_tokens, self.size.longest)
-            waiting[tier] = min(max(allowed, self.size.longest * self.hidden_bytes), most * self.hidden_bytes)
-        return waiting
-
-
-# Shares of the cache in host memory that are tried where the planned places have no room for the largest request; the
+# Shares of the cache in host memory that are tried where the planned tiers have no room for the largest request; the
 # rest is on the disk.
 _HOST_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 
@@ -312,7 +302,7 @@ class RunPlan:
 def plan_run(
     placement: Placement, size: RunSize, free: Mapping[Tier, int], choices: Choices, solution: Solution | None
 ) -> RunPlan:
-    """Plan a run on weights that are loaded.
+    """Plan a run on weights that are loaded: the first plan with room for every request, or with most room.
 
     free: bytes left on each tier.
     solution: the result of a search for this run, which takes precedence; None if nothing was searched or found.
@@ -322,37 +312,41 @@ def plan_run(
     if placement.machine.has_gpu:
         free = {**free, "cpu": int(free["cpu"] / (1 + PINNED_EXCESS_SHARE))}
     if choices.policy is not None:
-        return _plan(placement, size, free, choices.policy, choices.schedule)
-    plans: list[Callable[[], RunPlan]] = []
-    schedule = choices.schedule
-    if solution is not None:
-        schedule = solution.schedule
-        plans.append(partial(_plan, placement, size, free, solution.policy, schedule, is_searched=True))
-    plans += [partial(_plan, places, size, free, None, schedule) for places in _placements(placement)]
-    return _first_that_fits(plans, size)
+        return _plan(placement, size, free, choices)
+    choices = replace(choices, schedule=choices.schedule if solution is None else solution.schedule)
+    attempts = [] if solution is None else [(placement, replace(choices, policy=solution.policy))]
+    attempts += [(slower, choices) for slower in _placements(placement)]
+    error, best = None, None
+    for attempt, chosen in attempts:
+        try:
+            plan = _plan(attempt, size, free, chosen, is_searched=chosen.policy is not None)
+        except MemoryLimitError as refused:
+            error = error or refused
+            continue
+        if size.fits(plan.limits):
+            return plan
+        if best is None or plan.limits.cache_tokens > best.limits.cache_tokens:
+            best = plan
+    if best is None:
+        assert error is not None
+        raise error
+    return best
 
 
 def _plan(
-    placement: Placement,
-    size: RunSize,
-    free: Mapping[Tier, int],
-    policy: Policy | None,
-    schedule: Schedule | None,
-    *,
-    is_searched: bool = False,
+    placement: Placement, size: RunSize, free: Mapping[Tier, int], choices: Choices, is_searched: bool = False
 ) -> RunPlan:
     """Plan a run for one placement. Raises `MemoryLimitError` where not even one sequence has room."""
-    machine, config = placement.machine, placement.model.config
+    machine, config, policy = placement.machine, placement.model.config, choices.policy
     if policy is not None:
         cache, hidden = (tier_fractions(policy, kind, machine.has_gpu) for kind in ("cache", "activations"))
         placement = replace(placement, cache=cache, activations=hidden)
-    schedule = schedule or (ZIGZAG if placement.streams_weights else ROW)
+    schedule = choices.schedule or (ZIGZAG if placement.streams_weights else ROW)
     sizes = cache_sizes(
         config,
         placement.model.precision.cache,
         machine.compute_bytes,
         on_disk=placement.cache["disk"] > 0,
-        host_attention=machine.cpu_attention and machine.has_gpu,
         one_layer=schedule.is_single_pass,
     )
     hidden_bytes = config.state_size * machine.compute_bytes
@@ -370,37 +364,11 @@ def _plan(
 
 
 def _placements(placement: Placement) -> Iterator[Placement]:
-    """Yield the planned places of cache and hidden states, then slower ones that have more room."""
-    shares = [placement.cache, *map(_on_host, _HOST_SHARES)]
-    places = [placement.activations]
-    if placement.machine.has_gpu:
-        places.append(_on_host(1.0))
-    for cache, activations in product(shares, places):
+    """Yield the planned tiers of cache and hidden states, then slower ones that have more room."""
+
+    def on_host(share: float) -> Fractions:
+        return {"gpu": 0.0, "cpu": share, "disk": 1.0 - share}
+
+    hidden = [placement.activations, *([on_host(1.0)] if placement.machine.has_gpu else [])]
+    for cache, activations in product([placement.cache, *map(on_host, _HOST_SHARES)], hidden):
         yield replace(placement, cache=cache, activations=activations)
-
-
-def _on_host(share: float) -> Fractions:
-    """Return the fractions with a share in host memory and the rest on the disk."""
-    return {"gpu": 0.0, "cpu": share, "disk": 1.0 - share}
-
-
-def _first_that_fits(choices: Sequence[Callable[[], RunPlan]], size: RunSize) -> RunPlan:
-    """Return the first plan with room for every request; if there is none, the one with most room.
-
-    Raises the first choice's `MemoryLimitError` if none has room for one sequence.
-    """
-    error, best = None, None
-    for choice in choices:
-        try:
-            plan = choice()
-        except MemoryLimitError as refused:
-            error = error or refused
-            continue
-        if size.fits(plan.limits):
-            return plan
-        if best is None or plan.limits.cache_tokens > best.limits.cache_tokens:
-            best = plan
-    if best is None:
-        assert error is not None
-        raise error
-    return best

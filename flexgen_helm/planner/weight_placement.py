@@ -5,7 +5,7 @@ The rule of thumb:
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
   On a host matrices in 16 bits are then there as stored too: products of a few rows read those. Where those of many
   rows do so too, there are no copies.
-- Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
+- Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
@@ -32,9 +32,9 @@ from flexgen_helm.planner.placement import (
     Tier,
     achieved_fractions,
     cache_sizes,
+    choose_tiers,
     limit_flag,
     loader_buffer_bytes,
-    place,
     staging_sizes,
     tier_fractions,
 )
@@ -105,7 +105,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     resident = Placement(model, machine, everything, on_compute_tier, on_compute_tier, 0, copies_fit)
     left = limits[compute_tier] - total - vector_bytes
     if policy is not None:
-        placed = place(sizes, tier_fractions(policy, "weights", has_gpu))
+        placed = choose_tiers(sizes, tier_fractions(policy, "weights", has_gpu))
         cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
         used = staging.used(placed, compute_tier)
         plan = Placement(
@@ -116,9 +116,10 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     else:
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
         room = limits[compute_tier] - staging.num_bytes - least_run_bytes(model, compute_bytes)
-        resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes)
-        host_bytes = _HOST_WEIGHTS_SHARE * limits["cpu"] if has_gpu else 0.0
-        placed = place(sizes, _streamed_fractions(resident_bytes / total, host_bytes / total, compute_tier))
+        near = min(1.0, max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes) / total)
+        on_host = min(1.0 - near, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
+        fractions: dict[Tier, float] = {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
+        placed = choose_tiers(sizes, fractions)
         used = staging.used(placed, compute_tier)
         plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
@@ -155,7 +156,7 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
     has_gpu = machine.has_gpu
     while share := policy.wg if has_gpu else policy.wc:
-        placed = place(model.matrices, tier_fractions(policy, "weights", has_gpu))
+        placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", has_gpu))
         taken = sum(size for name, size in model.matrices.items() if placed[name] == machine.compute_tier)
         excess = taken + beside - machine.compute_limit
         if taken in (0, total) or excess <= 0:
@@ -163,16 +164,6 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
         share = max(0.0, share - max(0.001, excess / total))
         policy = replace(policy, wg=share) if has_gpu else replace(policy, wc=share)
     return policy
-
-
-def _streamed_fractions(resident: float, host: float, compute_tier: Tier) -> Fractions:
-    """Place a share of the weights on the compute tier, the next in host memory behind it, the rest on the disk."""
-    resident = min(1.0, resident)
-    host = min(1.0 - resident, host)
-    rest = 1.0 - resident - host
-    if compute_tier == "cpu":
-        return {"gpu": 0.0, "cpu": resident, "disk": rest}
-    return {"gpu": resident, "cpu": host, "disk": rest}
 
 
 def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
@@ -266,12 +257,10 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
     machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
     # As `place_weights` decides; most models end here.
-    beside = storage.vector_bytes(machine.compute_bytes) + least_run_bytes(storage, machine.compute_bytes)
-    if sum(sizes.values()) + beside <= (gpu or cpu):
+    if sum(sizes.values()) + _least_bytes(storage, machine.compute_bytes) <= machine.compute_limit:
         return {"cpu": 0, "disk": 0}
     try:
-        placed = place_weights(storage, machine).weights
+        placement = place_weights(storage, machine)
     except MemoryLimitError:
         return None
-    tiers: tuple[Tier, ...] = ("cpu", "disk")
-    return {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in tiers}
+    return {"cpu": sum(placement.bytes_on("cpu").values()), "disk": sum(placement.bytes_on("disk").values())}

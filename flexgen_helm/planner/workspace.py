@@ -6,7 +6,7 @@ Temporaries are counted as if each were freed only after the operation that foll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
@@ -61,6 +61,7 @@ class GraphMemory:
         return self.buffer_bytes + self.pool_bytes
 
 
+@dataclass(frozen=True)
 class Workspace:
     """Bounds for one model.
 
@@ -72,34 +73,42 @@ class Workspace:
     product_bytes: that a product takes besides its operands (`kernels.amx`).
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        element: int,
-        tier: Tier,
-        cache: CacheFormat | None = None,
-        *,
-        converts: bool = True,
-        has_fused_attention: bool = True,
-        product_bytes: int = 0,
-    ) -> None:
-        self._product_bytes = product_bytes
-        self._config, self._element, self._cache = config, element, cache
-        on_device = tier == "gpu"
-        # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits, and no heads
-        # that are not whole 16 bytes.
-        self._direct = config.attn_softcap is not None or not has_fused_attention
-        self._direct |= on_device and (config.has_score_bias or config.head_dim * element % 16 > 0)
-        self._sampled_elements = SAMPLED_ELEMENTS[tier]
-        self._ffn_size = config.widest_ffn
+    config: ModelConfig
+    element: int
+    tier: Tier
+    cache: CacheFormat | None = None
+    converts: bool = True
+    has_fused_attention: bool = True
+    product_bytes: int = 0
+
+    @cached_property
+    def _direct(self) -> bool:
+        """Whether scores are kept whole.
+
+        Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits, and no heads that
+        are not whole 16 bytes.
+        """
+        config = self.config
+        is_odd = config.has_score_bias or config.head_dim * self.element % 16 > 0
+        return config.attn_softcap is not None or not self.has_fused_attention or (self.tier == "gpu" and is_odd)
+
+    @cached_property
+    def _upcast_elements(self) -> int:
         # On the CPU a product may pack a copy of the tile that was upcast.
-        copies = 0 if not converts else 1 if on_device else 2
-        self._upcast_elements = copies * upcast_elements(_largest_matrix(config), on_device)
+        copies = 0 if not self.converts else 1 if self.tier == "gpu" else 2
+        return copies * upcast_elements(_largest_matrix(self.config), self.tier == "gpu")
+
+    @cached_property
+    def _elements_per_token(self) -> int:
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
-        attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * self._ffn_size
-        self._elements_per_token = 6 * config.num_streams * config.hidden_size + max(attention, ffn)
-        self._masks = config.has_score_bias or any(window is not None for window in config.windows)
+        config = self.config
+        attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * config.widest_ffn
+        return 6 * config.num_streams * config.hidden_size + max(attention, ffn)
+
+    @cached_property
+    def _masks(self) -> bool:
+        return self.config.has_score_bias or any(window is not None for window in self.config.windows)
 
     def layer(self, tokens: int, prompt: int, decoding: int, shared: tuple[int, int] = (0, 0)) -> int:
         """Bound the bytes of one layer over a batch of `tokens` tokens.
@@ -110,7 +119,7 @@ class Workspace:
         decoding: cached positions that decoding tokens attend to, over all of them.
         shared: tokens that attend to one shared prefix, and its positions.
         """
-        config, cache = self._config, self._cache
+        config, cache = self.config, self.cache
         scores = 4 * config.num_heads * decoding
         users, positions = min(shared[0], SCORE_TOKENS), shared[1]
         if self._direct or self._masks:
@@ -119,20 +128,20 @@ class Workspace:
             scores += 4 * config.num_heads * min(prompt, SCORE_TOKENS) * prompt
         elif self._masks:
             scores += 4 * prompt * prompt
-        states = self._element * tokens * (self._elements_per_token + 4 * config.state_size)
+        states = self.element * tokens * (self._elements_per_token + 4 * config.state_size)
         states += self._mixing(tokens, prompt)
-        total = states + (4 if self._direct else 2) * scores + self._element * self._upcast_elements
-        total += self._product_bytes
+        total = states + (4 if self._direct else 2) * scores + self.element * self._upcast_elements
+        total += self.product_bytes
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
-            total += KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self._element * 4 * config.kv_size * prompt
+            total += KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * prompt
             if cache.is_sparse:  # scores of a top-k selection: their sums, the largest, and a copy without the others
                 total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
         return total
 
     def _mixing(self, tokens: int, prompt: int) -> int:
         """Bound the bytes of a module with states: one prompt at a time, or the next token of all sequences."""
-        config = self._config
+        config = self.config
         state, token = 4 * _STATE_COPIES * max(config.layer_states), 4 * _MIXER_COPIES * config.mixer_width
         return prompt * token + state if prompt else tokens * (token + state)
 
@@ -141,11 +150,11 @@ class Workspace:
 
         What is sampled at once takes float64 probabilities, their order and their sums.
         """
-        vocabulary = self._config.vocab_size
-        copies = 5 if self._config.caps_logits else 4
-        logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
-        logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
-        return logits + self._element * (tokens * self._config.state_size + self._upcast_elements)
+        vocabulary = self.config.vocab_size
+        copies = 5 if self.config.caps_logits else 4
+        logits = 4 * positions * (copies * vocabulary + 3 * self.config.hidden_size)
+        logits += 5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS[self.tier] // vocabulary))
+        return logits + self.element * (tokens * self.config.state_size + self._upcast_elements)
 
     def room_beside(self, limit: float) -> int:
         """Return what a limit leaves beside the workspace of a full batch, at least two thirds of it."""
@@ -157,15 +166,15 @@ class Workspace:
 
         The driver's own memory for them is not counted.
         """
-        config = self._config
+        config = self.config
         rotations = 2 * config.num_rotations * config.head_dim
         shared = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + rotations
-        buffers = rows * (self._element * shared + 4 * config.num_layers)
+        buffers = rows * (self.element * shared + 4 * config.num_layers)
         # Before attention the norm, q, k, v and their rotations; after it the states, norm, gate, up and activation.
-        attention, ffn = 3 * config.q_size + 4 * config.kv_size, 3 * config.hidden_size + 3 * self._ffn_size
+        attention, ffn = 3 * config.q_size + 4 * config.kv_size, 3 * config.hidden_size + 3 * config.widest_ffn
         # Sizes that are captured in the order of their growth find no room in what the smaller ones had.
         all_rows = sum(count for count in GRAPH_ROWS if count <= rows)
-        temporaries = all_rows * self._element * (config.hidden_size + max(attention, ffn))
+        temporaries = all_rows * self.element * (config.hidden_size + max(attention, ffn))
         return GraphMemory(buffers, temporaries + GRAPH_OVERHEAD_BYTES)
 
     def graph_rows(self, room: float, most: int) -> int:
@@ -173,7 +182,7 @@ class Workspace:
 
         Layers with experts have no graphs, nor those that transformers' modules compute.
         """
-        if not self._config.has_graphs:
+        if not self.config.has_graphs:
             return 0
         sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]
         return max(sizes, default=0)

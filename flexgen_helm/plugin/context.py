@@ -10,20 +10,22 @@ import atexit
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from helm.benchmark.run_spec import RunSpec
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.plugin import model_names
-from flexgen_helm.plugin.command import HelmCommand
 from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.progress import Message, report
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
+
+if TYPE_CHECKING:
+    from flexgen_helm.plugin.suite import Suite
 
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class PluginContext:
     service: the engine and its queue.
     models: what is read of models before they are loaded.
     engine_options: client arguments that win over every deployment's own; the flags of `flexgen-helm run`.
-    command: the one that runs HELM.
+    suite: the call of `flexgen-helm run` in progress; None in `helm-run`.
     run: the HELM run in progress, if it is one of ours.
     dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
     needs_requests: the HELM run in progress, if it is one of ours and its instances were made.
@@ -48,7 +50,7 @@ class PluginContext:
         self.service = Service(loader or EngineLoader())
         self.models = models or ModelReader("HELM")
         self.engine_options: Mapping[str, Any] = {}
-        self.command = HelmCommand()
+        self.suite: Suite | None = None
         self.run: HelmRun | None = None
         self.dry_run: Path | None = None
         self.needs_requests: RunSpec | None = None

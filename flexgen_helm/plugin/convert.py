@@ -32,8 +32,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
-from flexgen_helm.service.models import ModelArguments, ModelReader
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import ModelArguments, ModelReader, PromptEncoder
 from flexgen_helm.service.service import KeyedRequest, request_key
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
@@ -103,7 +102,13 @@ def to_generation_request(
 
     chat: renders messages and, where it applies, plain prompts; None where the request can need neither.
     """
-    _refuse_unsupported(request)
+    try:
+        request.validate()
+    except ValueError as error:
+        raise NonRetriableException(str(error)) from error
+    for name in _UNSUPPORTED.split():
+        if getattr(request, name):
+            raise NonRetriableException(f"flexgen models are plain text models: {name} is not supported")
     if chat is not None and not (request.messages or (chat.applied and may_be_rendered(request))):
         chat = None
     try:
@@ -150,16 +155,6 @@ def to_generation_request(
     )
 
 
-def _refuse_unsupported(request: Request) -> None:
-    try:
-        request.validate()
-    except ValueError as error:
-        raise NonRetriableException(str(error)) from error
-    for name in _UNSUPPORTED.split():
-        if getattr(request, name):
-            raise NonRetriableException(f"flexgen models are plain text models: {name} is not supported")
-
-
 def _prompt(request: Request, encoder: PromptEncoder, chat: ChatFormat | None) -> tuple[str, tuple[int, ...]]:
     """Return the text that identifies the prompt (for the seed), and its ids without a context token.
 
@@ -186,7 +181,10 @@ def to_request_result(
 ) -> RequestResult:
     """Return the result as HELM's metrics read it: plain floats, `finish_reason` a dict, error flags always set."""
     if result.error is not None:
-        return failed_result(str(result.error), is_fatal=not _may_be_empty(request, result.error))
+        # HELM scores an empty completion: no log-probability counts as 0.0, which beats every real one. Only a chat
+        # that does not fit the window may have one: HELM cannot fit chats itself and judges them by their text alone.
+        is_too_long = isinstance(result.error, RequestError) and not isinstance(result.error, NumericalError)
+        return failed_result(str(result.error), is_fatal=not (request.messages and is_too_long))
     echoed = _echoed_tokens(prepared, result, encoder) if request.echo_prompt else []
     cost = result.cost
     seconds = float(cost.prefill_s + cost.decode_s)
@@ -230,15 +228,6 @@ def _output(request: Request, prepared: HelmRequest, echoed: list[Token], comple
         finish_reason={"reason": completion.finish_reason},
         thinking=None if thinking is None else Thinking(text=thinking),
     )
-
-
-def _may_be_empty(request: Request, error: Exception) -> bool:
-    """Whether HELM may go on with an empty completion in place of the result.
-
-    HELM scores it: no log-probability counts as 0.0, which beats every real one. Only a chat that does not fit the
-    window is safe, because HELM cannot fit chats itself and judges them by their text alone.
-    """
-    return bool(request.messages) and isinstance(error, RequestError) and not isinstance(error, NumericalError)
 
 
 def failed_result(message: str, is_fatal: bool = True) -> RequestResult:

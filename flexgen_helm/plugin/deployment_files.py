@@ -46,28 +46,25 @@ def merge(folder: Path, names: list[str]) -> None:
 
 def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     new = {entry["name"]: _without_empty(entry) for entry in wanted}
-    if _merged(path, key, new) is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with state_lock("prod_env.lock", timeout=60):  # else the entries of a run that starts now could be lost
-        merged = _merged(path, key, new)
-        if merged is None:
+        text, replaced = _merged(path, key, new)
+        if text is None:
             return
-        text, replaced = merged
         for name in replaced:
             hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
 
 
-def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str, list[str]] | None:
-    """Return the file's text with the new entries, and the names that it had otherwise; None if nothing changes."""
+def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None, list[str]]:
+    """Return the file's text with the new entries, and the names that it had otherwise; no text if nothing changes."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         content = yaml.safe_load(text) or {}
         present = {entry["name"]: entry for entry in content.get(key) or []}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
-        return None
+        return None, []
     replaced = []
     for name, entry in new.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
@@ -77,7 +74,7 @@ def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str, list[s
                 text = text.replace(dump, "", 1)
     missing = [entry for name, entry in new.items() if name not in present]
     if not missing:
-        return None
+        return None, []
     merged = {**content, key: [*present.values(), *missing]}
     # Appending keeps the user's comments and order; it is right where the file then reads as intended.
     start = text if text.endswith("\n") or not text else text + "\n"

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce, wraps
@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import yaml
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
@@ -32,8 +31,7 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
-from helm.common.object_spec import get_class_by_name
-from helm.common.request import Request
+from helm.common.hierarchical_logger import hlog, hwarn
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.names import PREFIX
@@ -41,15 +39,17 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
-from flexgen_helm.plugin.convert import HelmRequest, Submission, may_be_rendered, to_helm_request
+from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
 from flexgen_helm.plugin.usage import HelmRun
-from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe, observed_by
+from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
-from flexgen_helm.service.service import SubmittedBlock
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 DRY_RUN_FOLDER = "dry_run"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
+# Seconds between two lines of a block's progress in HELM's log.
+LINE_EVERY_S = 30.0
 Command = Literal["helm-run", "flexgen-helm run"]
 
 
@@ -85,7 +85,10 @@ class HelmPatch:
             if self.parameters is not None and tuple(inspect.signature(target).parameters) != self.parameters:
                 raise TypeError(f"it takes {inspect.signature(target)}")
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise UsageError(_unknown_helm(f"{self.target}: {error}")) from error
+            raise UsageError(
+                f"flexgen_helm does not know this version of HELM ({self.target}: {error}); run: pip install "
+                "crfm-helm==0.5.16"
+            ) from error
 
     def install(self) -> None:
         """Replace the target, once."""
@@ -159,8 +162,31 @@ def _show_refusals() -> None:
     sys.excepthook = show
 
 
-def _unknown_helm(reason: str) -> str:
-    return f"flexgen_helm does not know this version of HELM ({reason}); run: pip install crfm-helm==0.5.16"
+class HelmLog:
+    """An observer that writes to HELM's log: each plan and message, and a line of progress now and then."""
+
+    def __init__(self) -> None:
+        self._model = ""
+        self._phase = ""
+        self._last_line = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Message):
+            (hwarn if event.is_warning else self._say)(event.text)
+        elif isinstance(event, ModelInUse):
+            self._model = describe(event)
+        elif isinstance(event, PlanLine):
+            self._say(f"{self._model}: {event.text}")
+        elif isinstance(event, ProgressPhase):
+            if event.name != self._phase and not event.is_finished and event.name in ("fetch", "convert", "measure"):
+                self._say(describe(event))
+            self._phase = event.name
+        elif isinstance(event, Progress) and time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._say(describe(event))
+
+    def _say(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        hlog(f"flexgen_helm: {text}")
 
 
 # ---- helm-run ----
@@ -176,57 +202,61 @@ class RunCollected(Exception):
 
 
 @_replaces("helm-run", "executor:Executor.execute", None, "Batches are what arrives within 50 ms of each other.")
-def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: Any, **kwargs: Any) -> ScenarioState:
+def _execute(
+    original: Callable[..., ScenarioState], executor: Executor, scenario_state: ScenarioState
+) -> ScenarioState:
     """Submits all requests of the run as one block, and then runs HELM's own function, which asks for one request per
     thread.
     """
     context = get_context()
-    state = args[0] if args else kwargs.get("scenario_state")
-    if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
-        context.warn_once(_unknown_helm("Executor.execute has other arguments"))
-        return original(executor, *args, **kwargs)
-    if context.needs_requests is not None and not state.request_states:
-        raise UsageError(_no_requests(context.needs_requests))
-    submission = prepare_run(executor, state)
-    if context.command.is_collecting:
+    run_spec = context.needs_requests
+    if run_spec is not None and not scenario_state.request_states:
+        # HELM passes over files that are missing, and would score nothing.
+        arguments = ", ".join(f"{name}={value}" for name, value in run_spec.scenario_spec.args.items())
+        raise UsageError(f"no instances to evaluate: check {arguments or 'the data of the scenario'}")
+    submission = prepare_run(executor, scenario_state)
+    if context.suite is not None and context.suite.is_collecting:
         raise RunCollected(submission)
     if submission is None:
-        return original(executor, *args, **kwargs)
+        return original(executor, scenario_state)
     context.service.resume()
     with context.service.submit(*submission) as block:
         run = context.run
         if run is None:
-            return original(executor, *args, **kwargs)
+            return original(executor, scenario_state)
         run.execute_started = time.monotonic()
-        import_classes(run.metric_classes, [block])
-        state = original(executor, *args, **kwargs)
+        done = original(executor, scenario_state)
         run.record_block(context.service, block, submission.requests)
-        if any(may_be_rendered(request_state.request) for request_state in state.request_states):
+        if any(may_be_rendered(state.request) for state in done.request_states):
             run.chat_template = context.models.chat(run.model).as_json()
-        context.command.add(run)
-    return state
+        if context.suite is not None:
+            context.suite.add(run)
+    return done
 
 
-def _no_requests(run_spec: RunSpec) -> str:
-    """Say that a scenario has nothing to evaluate: HELM passes over files that are missing, and would score nothing."""
-    arguments = ", ".join(f"{name}={value}" for name, value in run_spec.scenario_spec.args.items())
-    return f"no instances to evaluate: check {arguments or 'the data of the scenario'}"
-
-
-def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
+def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission | None:
     """Return the requests of a scenario state for the service; None if they are not ours or must not be executed."""
     spec = executor.execution_spec
-    model = model_of(state.adapter_spec) if _is_executed(spec) else None
+    model = model_of(scenario_state.adapter_spec) if _is_executed(spec) else None
     if model is None:
         return None
     context, requests = get_context(), []
     try:
-        for request_state in state.request_states:
+        for state in scenario_state.request_states:
             with suppress(NonRetriableException):  # this request fails alone, when the client gets it
-                requests.append(to_helm_request(request_state.request, model, context.models))
+                requests.append(to_helm_request(state.request, model, context.models))
     except (FlexgenError, ValueError):
         return None  # the client fails in the same way, where HELM reports it
-    _tell_prompts(model, [state.request for state in state.request_states], requests)
+    if any(may_be_rendered(state.request) for state in scenario_state.request_states):
+        with suppress(FlexgenError):  # the requests fail in the same way
+            context.tell_once(context.models.chat(model).describe(model.name), False)
+    if clipped := sum(request.is_clipped for request in requests):
+        name = context.run.name if context.run is not None else model.name
+        context.tell_once(
+            f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than the model's window "
+            "leaves, so their max_tokens is lowered to what is left",
+            True,
+        )
     interrupt_on_signals()
     return Submission(model, requests, _uses_cache(spec))
 
@@ -234,21 +264,6 @@ def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
 def _uses_cache(spec: ExecutionSpec) -> bool:
     """Whether `--disable-cache` was not given."""
     return bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
-
-
-def _tell_prompts(model: ModelArguments, requests: Sequence[Request], prepared: Sequence[HelmRequest]) -> None:
-    """Tell the user once what becomes of prompts."""
-    context = get_context()
-    if any(map(may_be_rendered, requests)):
-        with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.models.chat(model).describe(model.name), False)
-    if clipped := sum(request.is_clipped for request in prepared):
-        name = context.run.name if context.run is not None else model.name
-        context.tell_once(
-            f"{clipped:,} of {count(len(prepared), 'request')} of {name} ask for more tokens than the model's window "
-            "leaves, so their max_tokens is lowered to what is left",
-            True,
-        )
 
 
 def _is_executed(spec: ExecutionSpec) -> bool:
@@ -264,40 +279,23 @@ def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
         return None  # HELM meets the same error where it reports it
 
 
-def _is_ours(run_spec: RunSpec) -> bool:
-    return model_of(run_spec.adapter_spec) is not None
-
-
-def import_classes(names: Iterable[str], blocks: Iterable[SubmittedBlock]) -> None:
-    """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
-    get_context().service.wait_for_imports(blocks)
-    report(ProgressPhase("import"))
-    for name in dict.fromkeys(names):
-        with suppress(Exception):  # HELM reports it
-            get_class_by_name(name)
-    report(ProgressPhase("import", done=1, total=1))
-
-
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
-    context.needs_requests = run_spec if _is_ours(run_spec) and not runner.skip_instances else None
-    model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
-    with context.command.watched(runner, run_spec):
-        if model is None:
-            context.dry_run = folder if runner.dry_run and _is_ours(run_spec) else None
+    model, spec = model_of(run_spec.adapter_spec), runner.executor.execution_spec
+    context.needs_requests = run_spec if model is not None and not runner.skip_instances else None
+    with context.suite.watched(runner, run_spec) if context.suite is not None else observed_by(HelmLog()):
+        if model is None or not _is_executed(spec):
+            context.dry_run = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
         if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
-            context.service.preload(model, _uses_cache(runner.executor.execution_spec))
-        metrics = run_spec.metric_specs
-        if context.command.writes_entries:
-            _write_entry(
-                runner.executor.execution_spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment
-            )
-        context.run = HelmRun(run_spec.name, folder, model, [metric.class_name for metric in metrics])
+            context.service.preload(model, _uses_cache(spec))
+        if context.suite is None:  # which has written those of all runs
+            _write_entry(spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment)
+        context.run = HelmRun(run_spec.name, folder, model)
         try:
-            original(runner, replace(run_spec, metric_specs=[*metrics, MetricSpec(METRIC_CLASS)]))
+            original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, MetricSpec(METRIC_CLASS)]))
         finally:
             context.run = None
 
@@ -394,17 +392,6 @@ PATCHES += [
 _NO_SUITE = "`flexgen-helm run` refuses to start; `helm-run` works."
 
 
-@_replaces("flexgen-helm run", "run:register_builtin_configs_from_helm_package", "", _NO_SUITE)
-def _register_builtin_configs(original: Callable[[], None]) -> None:
-    """Reads HELM's own 600 kB of YAML by libyaml where PyYAML has it, in 0.1 s instead of 0.7."""
-    own = yaml.SafeLoader
-    yaml.SafeLoader = getattr(yaml, "CSafeLoader", own)  # type: ignore[misc]
-    try:
-        original()
-    finally:
-        yaml.SafeLoader = own  # type: ignore[misc]
-
-
 @_replaces(
     "flexgen-helm run",
     "run:run_entries_to_run_specs",
@@ -415,11 +402,13 @@ def _run_entries_to_run_specs(
     original: Callable[..., list[RunSpec]], run_entries: list[RunEntry], **filters: Any
 ) -> list[RunSpec]:
     """Writes model names as HELM needs them, and multiplies runs by `--precision`."""
-    return get_context().command.run_specs(original, run_entries, **filters)
+    suite = get_context().suite
+    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
 
 
 @_replaces("flexgen-helm run", "runner:Runner.run_all", "self run_specs", _NO_SUITE)
 def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
     """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
-    get_context().command.collect(runner, run_specs)
+    if (suite := get_context().suite) is not None:
+        suite.collect(runner, run_specs)
     original(runner, run_specs)

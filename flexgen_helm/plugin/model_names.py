@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.checkpoint import names
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, EngineOptions
 from flexgen_helm.errors import UnknownModelError, UsageError
@@ -32,8 +33,6 @@ def find_model(
     Raises UnknownModelError, or UsageError for an argument that does not exist. Neither is a ValueError: HELM takes
     a ValueError in a name look-up for 'no such model' and drops the message.
     """
-    from flexgen_helm.checkpoint import names
-
     short = name.removeprefix(PREFIX)
     given = _without_empty(arguments or {})
     path, revision = given.pop("path", None), given.pop("revision", None)
@@ -65,8 +64,6 @@ def _refuse_slash(name: str, short: str) -> None:
     """Raise `UnknownModelError` for a folder, and for a hub name as other commands take it."""
     if "/" not in short:
         return
-    from flexgen_helm.checkpoint import names
-
     if not names.is_hub_name(short) or Path(short).is_dir():
         raise UnknownModelError(names.naming_advice(short))
     raise UnknownModelError(
@@ -87,8 +84,6 @@ def with_settings(name: str, precision: str | None, template: bool | None, diges
     precision, template: None keeps what the name says. digest: as `prompt_digest` returns it.
     Raises `UsageError` where the name says otherwise.
     """
-    from flexgen_helm.checkpoint import names
-
     short = name.removeprefix(PREFIX)
     base, own_precision = names.split_precision(short)
     if precision is not None and own_precision not in ("fp16", precision):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from helm.benchmark import model_deployment_registry as deployments
+from helm.benchmark.model_deployment_registry import get_model_deployment
 
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, parse_option
@@ -14,7 +15,6 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.model_names import with_settings
-from flexgen_helm.service.models import ModelArguments
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
@@ -62,35 +62,33 @@ class ModelSettings:
         Its runs would be computed under one setting and filed under another, or written over those of another.
         """
         model = registration.model_of(name)
-        if model is not None and _has_entry(name):
-            self._check_prompts(name, model)
-        if model is None or not self.precisions:
+        if model is None:
             return
-        own, flag = model.config.precision or "fp16", ",".join(self.precisions)
-        if _has_entry(name):
-            if self.precisions != [own]:
+        flag = ",".join(self.precisions)
+        precision = model.config.precision or "fp16" if flag else ""  # options of others are refused when they are run
+        if not _has_entry(name):
+            if flag and precision != split_precision(name)[1]:
                 raise UsageError(
-                    f"--precision {flag} cannot change {name}, which its entry in model_deployments.yaml says is "
-                    f"{own}; give each precision an entry of its own, with `precision` in its args, and leave out "
-                    "--precision"
+                    f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
+                    f"{precision}; take `precision` out of its entry there, or leave out --precision"
                 )
-        elif own != split_precision(name)[1]:
-            raise UsageError(
-                f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
-                f"{own}; take `precision` out of its entry there, or leave out --precision"
-            )
-
-    def _check_prompts(self, name: str, model: ModelArguments) -> None:
+            return
         # The flags of the digest are among the model's options already; the entry alone says what its name stands for.
-        own = registration.entry_arguments(name)
+        entry = get_model_deployment(name).client_spec.args or {}
         flags = {**get_context().engine_options, "apply_chat_template": self.chat_template}
         for option in PROMPT_OPTIONS:
-            flag = flags.get(option)
-            if flag is not None and (own.get(option) is None or parse_option(option, own[option]) != flag):
+            wanted = flags.get(option)
+            if wanted is not None and (entry.get(option) is None or parse_option(option, entry[option]) != wanted):
                 raise UsageError(
                     f"{OPTIONS[option].metadata['flags'][0].name} cannot change {name}, which has an entry in "
                     f"model_deployments.yaml; write `{option}` into the args of an entry with a name of its own"
                 )
+        if flag and flag != precision:
+            raise UsageError(
+                f"--precision {flag} cannot change {name}, which its entry in model_deployments.yaml says is "
+                f"{precision}; give each precision an entry of its own, with `precision` in its args, and leave out "
+                "--precision"
+            )
 
 
 def _has_entry(name: str) -> bool:

@@ -6,7 +6,7 @@ HELM calls a generator at every look-up and does not cache what it returns, so t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -51,22 +51,18 @@ def make_deployment(name: str) -> ModelDeployment:
 
     In a process that only shows results, a model that is not known here has its name and nothing else.
     """
-    context = get_context()
+    context, facts = get_context(), None
     try:
         model = context.find_model(name)
-        is_known = runs_scenarios() or not needs_download(model)
-        facts = context.models.facts(model) if is_known else _unknown(name)
+        if runs_scenarios() or not needs_download(model):
+            facts = context.models.facts(model)
     except FlexgenError:
         if runs_scenarios():
             raise
-        facts = _unknown(name)
+    facts = facts or ModelFacts(name.removeprefix(PREFIX), max_positions=1, num_parameters=0, instruct=False)
     if name not in metadata_registry.MODEL_NAME_TO_MODEL_METADATA:
         register_model_metadata(_metadata(name, facts))
     return _deployment(name, facts.max_positions)
-
-
-def _unknown(name: str) -> ModelFacts:
-    return ModelFacts(name.removeprefix(PREFIX), max_positions=1, num_parameters=0, instruct=False)
 
 
 def _deployment(name: str, max_positions: int) -> ModelDeployment:
@@ -120,10 +116,10 @@ def _complete(entry: ModelDeployment, max_positions: int) -> ModelDeployment:
     The last token of a request is never fed to the model, so a request may be one longer than the positions.
     """
     # Only names below `flexgen/` reach our tokenizer generator.
-    own_name = entry.name if entry.name.startswith(PREFIX) else PREFIX + entry.name.replace("/", "--")
+    tokenizer_name = entry.name if entry.name.startswith(PREFIX) else PREFIX + entry.name.replace("/", "--")
     return replace(
         entry,
-        tokenizer_name=entry.tokenizer_name or own_name,
+        tokenizer_name=entry.tokenizer_name or tokenizer_name,
         window_service_spec=entry.window_service_spec or WindowServiceSpec(class_name=WINDOW_CLASS),
         max_sequence_length=max_positions,
         max_request_length=entry.max_request_length or max_positions + 1,
@@ -138,11 +134,6 @@ def model_of(deployment_name: str) -> ModelArguments | None:
     """Return the model behind a deployment, None if it is not ours."""
     entry = deployments.get_model_deployment(deployment_name)
     return _model_of_entry(entry) if entry.client_spec.class_name == CLIENT_CLASS else None
-
-
-def entry_arguments(name: str) -> Mapping[str, Any]:
-    """Return the client arguments of the entry of a deployment."""
-    return deployments.get_model_deployment(name).client_spec.args or {}
 
 
 def model_of_tokenizer(name: str) -> ModelArguments:
@@ -169,23 +160,6 @@ def is_ours(entry: ModelDeployment | ModelMetadata | TokenizerConfig) -> bool:
     return replace(entry, deployment_names=None) == _metadata(entry.name, facts)
 
 
-def _drop_our_entries() -> None:
-    """Remove from HELM's registries what earlier runs wrote into `prod_env`.
-
-    A name may mean another model by now. Our generators answer for the names that are used, as if there were no
-    files; to look all of them up here would fetch models from the hub.
-    """
-    context = get_context()
-    context.generated.cache_clear()
-    listed, by_name = deployments.ALL_MODEL_DEPLOYMENTS, deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
-    _drop(listed, by_name, lambda entry: entry.name not in context.completed and is_ours(entry))
-    configs, config_by_name = tokenizer_registry.ALL_TOKENIZER_CONFIGS, tokenizer_registry.TOKENIZER_NAME_TO_CONFIG
-    _drop(configs, config_by_name, is_ours)
-    known, known_by_name = metadata_registry.ALL_MODELS_METADATA, metadata_registry.MODEL_NAME_TO_MODEL_METADATA
-    # HELM wants metadata for each deployment in its registry.
-    _drop(known, known_by_name, lambda entry: entry.name not in by_name and is_ours(entry))
-
-
 def _drop(entries: list[Any], by_name: dict[str, Any], is_unwanted: Callable[[Any], bool]) -> None:
     entries[:] = [entry for entry in entries if not is_unwanted(entry)]
     for name in [name for name, entry in by_name.items() if is_unwanted(entry)]:
@@ -203,8 +177,16 @@ def complete_file_deployments() -> None:
     if not runs_scenarios():
         return
     context = get_context()
-    _drop_our_entries()
-    for index, entry in enumerate(deployments.ALL_MODEL_DEPLOYMENTS):
+    # A name may mean another model than when its entry was written. Our generators answer for the names that are used,
+    # as if there were no files; to look all of them up here would fetch models from the hub.
+    context.generated.cache_clear()
+    listed, by_name = deployments.ALL_MODEL_DEPLOYMENTS, deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
+    _drop(listed, by_name, lambda entry: entry.name not in context.completed and is_ours(entry))
+    _drop(tokenizer_registry.ALL_TOKENIZER_CONFIGS, tokenizer_registry.TOKENIZER_NAME_TO_CONFIG, is_ours)
+    known, known_by_name = metadata_registry.ALL_MODELS_METADATA, metadata_registry.MODEL_NAME_TO_MODEL_METADATA
+    # HELM wants metadata for each deployment in its registry.
+    _drop(known, known_by_name, lambda entry: entry.name not in by_name and is_ours(entry))
+    for index, entry in enumerate(listed):
         optional = (entry.tokenizer_name, entry.max_sequence_length, entry.window_service_spec)
         if entry.client_spec.class_name != CLIENT_CLASS or None not in optional:
             continue
@@ -215,8 +197,7 @@ def complete_file_deployments() -> None:
             hwarn(f"The deployment {entry.name} cannot be used: {error}")
             continue
         context.completed.add(entry.name)
-        deployments.ALL_MODEL_DEPLOYMENTS[index] = completed
-        deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT[entry.name] = completed
+        listed[index] = by_name[entry.name] = completed
 
 
 @cache

@@ -7,9 +7,10 @@ if it is what the file says, to the last digit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
-from helm.common.request import GeneratedOutput, Request
+from helm.common.request import Request
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import state_dir
@@ -28,8 +29,7 @@ from flexgen_helm.report.answers import read_states
 from flexgen_helm.report.scores import RunScores
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
-from flexgen_helm.service.models import ModelArguments
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import ModelArguments, PromptEncoder
 
 
 def read_compared_prompts(run: RunScores) -> ComparedPrompts:
@@ -54,8 +54,8 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
             "response cache as the run has them; make the run again with flexgen-helm run, without --disable-cache"
         )
     token_ids, compared, documents = [], [], []
-    for place, state in enumerate(states):
-        ids, first = _scored_tokens(state, *answered[place], encoder)
+    for index, state in enumerate(states):
+        ids, first = _scored_tokens(state, *answered[index], encoder)
         if first < len(ids):
             token_ids.append(ids)
             compared.append(range(first, len(ids)))
@@ -66,46 +66,39 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
 def _stored_results(
     run: RunScores, model: ModelArguments, states: Sequence[Mapping[str, Any]]
 ) -> dict[int, tuple[HelmRequest, GenerationResult]]:
-    """Return the request and the result of each state that the response cache has, by place."""
-    context, path = get_context(), response_cache_path(state_dir(), run.run["fingerprint"])
+    """Return the request and the result of each state that the response cache has, by index."""
+    models, path = get_context().models, response_cache_path(state_dir(), run.run["fingerprint"])
     if not path.exists():
         return {}
-    cache, found = ResponseCache(path), {}
-    try:
+    found = {}
+    with closing(ResponseCache(path)) as cache:
         # HELM's file does not say the class of a request, which decides how its prompt was sent.
         for kind in (PlainTextRequest, Request):
             asked = {}
-            for place, state in enumerate(states):
-                if place not in found:
-                    request = _request(state["request"], kind)
-                    asked[place] = request, to_helm_request(request, model, context.models)
+            for index, state in enumerate(states):
+                if index not in found:
+                    fields = state["request"]
+                    if "prompt_token_ids" in fields:
+                        request: Request = TokenRequest(
+                            **{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])}
+                        )
+                    else:
+                        request = kind(**fields)
+                    asked[index] = request, to_helm_request(request, model, models)
             results = cache.get_many([ours.key for _, ours in asked.values()])
-            for place, (request, ours) in asked.items():
-                result = results.get(ours.key)
-                if result is not None:
-                    shown = to_request_result(request, ours, result, True, context.models.encoder(model))
-                    if _is_written(states[place], shown.completions):
-                        found[place] = ours, result
-    finally:
-        cache.close()
+            for index, (request, ours) in asked.items():
+                if (result := results.get(ours.key)) is not None:
+                    shown = to_request_result(request, ours, result, True, models.encoder(model)).completions
+                    written = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
+                    if written == [(output.text, output.logprob) for output in shown]:
+                        found[index] = ours, result
     return found
-
-
-def _request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
-    if "prompt_token_ids" in fields:
-        return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
-    return kind(**fields)
-
-
-def _is_written(state: Mapping[str, Any], completions: Sequence[GeneratedOutput]) -> bool:
-    written = [(each["text"], each["logprob"]) for each in state["result"]["completions"]]
-    return written == [(each.text, each.logprob) for each in completions]
 
 
 def _scored_tokens(
     state: Mapping[str, Any], asked: HelmRequest, result: GenerationResult, encoder: PromptEncoder
 ) -> tuple[tuple[int, ...], int]:
-    """Return prompt and answer, and the place of the first token that makes the score."""
+    """Return prompt and answer, and the index of the first token that makes the score."""
     prompt = result.prompt_token_ids
     ids = prompt + (result.completions[0].token_ids if result.completions else ())
     if not state["request"]["echo_prompt"]:

@@ -39,9 +39,9 @@ def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
                 f"the run {run_spec.name[:60]}… needs a folder whose name has {length} bytes; "
                 f"{_MOST_NAME_BYTES} are possible: shorten its entry, or the model's name in FLEXGEN_HELM_MODELS"
             )
-        other = known.setdefault(run_spec.name, run_spec)
-        if other != run_spec:
-            differing = differing_settings(_adapter(other), _adapter(run_spec), " and ") or "in scenario or metrics"
+        first = known.setdefault(run_spec.name, run_spec)
+        if first != run_spec:
+            differing = differing_settings(_adapter(first), _adapter(run_spec), " and ") or "in scenario or metrics"
             raise UsageError(
                 f"two run entries make runs of one name, {run_spec.name}, which differ ({differing}): one would "
                 "replace the other; give each of them a --suite of its own"

@@ -3,7 +3,7 @@
 HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
 
 1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The service then computes
-   those of all runs, one model after another, each in one block.
+   those of all runs, model after model, in one block per model.
 2. HELM's own `run_all`, unchanged. Every request finds its result ready.
 
 So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that data and prompts are
@@ -31,11 +31,9 @@ from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
-from flexgen_helm.plugin.command import HelmCommand
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
 from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entry, explain_failure
-from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
 from flexgen_helm.plugin.run_specs import entry_of, of_different_names, report_other_settings
@@ -86,11 +84,14 @@ def run_suite(
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
-    suite = context.command = Suite(settings)
+    suite = context.suite = Suite(settings)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
-    with _helm_warnings() as warnings, observed_by(HelmLog()), _computing_on(ray):
+    service = context.service
+    with _helm_warnings() as warnings, observed_by(helm_patches.HelmLog()):
         try:
+            if ray is not None:
+                context.service = Service(ClusterLoader(ray))
             args = parser.parse_args(list(argv))
             is_dry, uses_cache = args.dry_run, not args.disable_cache
             helm_benchmark_run.setup_default_logging(args.log_config)
@@ -107,7 +108,10 @@ def run_suite(
             exit_code = suite.exit_code()
             sentences = suite.explanations() or [explain(error)]
         finally:
-            context.command, context.engine_options = HelmCommand(), {}
+            if ray is not None:
+                context.service.close()
+                context.service = service
+            context.suite, context.engine_options = None, {}
             context.exit_code = exit_code
     return SuiteOutcome(exit_code, sentences, suite.finished, len(warnings), is_dry)
 
@@ -127,29 +131,6 @@ def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
     )
 
 
-def _write_entries(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
-    """Write what HELM's other commands need to know of our models."""
-    names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
-    ours = [name for name in names if name.startswith(PREFIX) and registration.model_of(name) is not None]
-    if ours:
-        deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
-
-
-@contextmanager
-def _computing_on(ray: RaySession | None) -> Iterator[None]:
-    """Let workers of a Ray cluster compute meanwhile; None leaves everything to this process."""
-    if ray is None:
-        yield
-        return
-    context = get_context()
-    own, context.service = context.service, Service(ClusterLoader(ray))
-    try:
-        yield
-    finally:
-        context.service.close()
-        context.service = own
-
-
 @contextmanager
 def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
     """Collect the warnings and errors of HELM's logger, and remove the handlers that it gets meanwhile."""
@@ -165,23 +146,21 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
         logger.handlers[:] = handlers
 
 
-class Suite(HelmCommand):
+class Suite:
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
     num_answers: how many of this call's unfinished runs were there at its end, of how many.
-    failures: run name -> error.
+    failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
-
-    writes_entries = False  # `collect` has written those of all runs
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.is_collecting = False
         self.executed: list[HelmRun] = []
-        self.failures: dict[str, Exception] = {}
+        self.failures: dict[str, tuple[Exception, Path | None]] = {}
         self.num_answers = (0, 0)
         self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
@@ -191,8 +170,6 @@ class Suite(HelmCommand):
         self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
-        self._explanations: dict[str, list[str]] = {}  # sentence -> failed runs
-        self._data: dict[str, Path | None] = {}  # failed run -> where its data belongs; None once it was executed
 
     def run(self, args: Namespace) -> None:
         """Call HELM's `helm_run`, whose patches call this suite, and write `flexgen_suite.json`."""
@@ -245,7 +222,10 @@ class Suite(HelmCommand):
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
         """Submit the requests of all runs (the first pass), and wait until they have results."""
         self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
-        _write_entries(runner, run_specs)
+        # What HELM's other commands need to know of our models.
+        names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
+        if ours := [name for name in names if name.startswith(PREFIX) and registration.model_of(name) is not None]:
+            deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
         if runner.skip_completed_runs:
             report_other_settings(runner, run_specs)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
@@ -253,12 +233,12 @@ class Suite(HelmCommand):
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        load_s = self._compute(submissions, run_specs)
+        load_s = self._compute(submissions)
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _compute(self, submissions: Mapping[str, Submission], run_specs: Sequence[RunSpec]) -> float:
+    def _compute(self, submissions: Mapping[str, Submission]) -> float:
         """Wait for the results of all runs; return the seconds that the first model took to load.
 
         Further models are loaded between their blocks.
@@ -266,8 +246,6 @@ class Suite(HelmCommand):
         service, began = get_context().service, time.monotonic()
         with service.hold():
             self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
-        metrics = [metric for spec in run_specs if spec.name in self._blocks for metric in spec.metric_specs]
-        helm_patches.import_classes((metric.class_name for metric in metrics), self._blocks.values())
         for block in self._blocks.values():
             block.wait()
         if self._blocks:
@@ -320,12 +298,8 @@ class Suite(HelmCommand):
         except Exception as error:
             # HELM's own error is the text of ours and the whole request.
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
-            self.failures[run_spec.name] = cause
             was_executed = any(run.name == run_spec.name for run in self.executed)
-            data = None if was_executed else data_folder(runner, run_spec)
-            self._data[run_spec.name] = data
-            sentence = explain_failure(cause, data)
-            self._explanations.setdefault(sentence, []).append(run_spec.name)
+            self.failures[run_spec.name] = cause, None if was_executed else data_folder(runner, run_spec)
             raise
         finally:
             if run_spec.name in self._blocks:
@@ -352,14 +326,15 @@ class Suite(HelmCommand):
         """Return the code of a call that failed: 2 if no run finished for want of data, or all were refused; else 1."""
         if not self._folders:
             return 2
-        failed = self.failures.items()
-        return min(
-            {exit_code_of(error, None if self.finished else self._data[name]) for name, error in failed}, default=1
-        )
+        failed = self.failures.values()
+        return min({exit_code_of(error, None if self.finished else data) for error, data in failed}, default=1)
 
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""
+        runs: dict[str, list[str]] = {}
+        for name, (error, data) in self.failures.items():
+            runs.setdefault(explain_failure(error, data), []).append(name)
         return [
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {sentence}"
-            for sentence, names in self._explanations.items()
+            for sentence, names in runs.items()
         ]

@@ -18,9 +18,8 @@ from typing import Any
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.plugin.convert import HelmRequest
-from flexgen_helm.report.blocks import add_blocks
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.report.throughput import add_blocks, throughput, versions
 from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
@@ -44,7 +43,6 @@ class HelmRun:
 
     Filled by the patches of HELM: the times (`time.monotonic()`), then what `record_block` sets.
 
-    metric_classes: full names of the classes that HELM will score the run with.
     keys: one per request, repeated where requests are equal.
     block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
     chat_template: what was decided about it; None for a run that only scores or continues texts.
@@ -55,7 +53,6 @@ class HelmRun:
     name: str
     folder: Path
     model: ModelArguments
-    metric_classes: Sequence[str] = ()
     started: float = field(default_factory=time.monotonic)
     adapt_started: float | None = None
     execute_started: float | None = None

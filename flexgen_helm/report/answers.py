@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,39 +56,31 @@ def read_texts(run: RunScores) -> dict[str, str]:
 
 def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
     """Return the answers of the instances `wanted`, by id."""
-    if run.folder is None:
-        return {}
-    states: dict[str, list[dict[str, Any]]] = {}
-    for state in read_states(run.folder, wanted):
-        if state.get("train_trial_index", 0) == 0:
-            states.setdefault(state["instance"]["id"], []).append(state)
-    if not is_choice(run.settings):
-        return {key: _generated(of_instance[0]) for key, of_instance in states.items()}
-    chosen = run.instances.get("predicted_index", {})
-    found = {key: _chosen(of_instance, chosen.get(key)) for key, of_instance in states.items()}
-    return {key: answer for key, answer in found.items() if answer is not None}
+    answers: dict[str, Answer] = {}
+    chosen = run.instances.get("predicted_index", {}) if is_choice(run.settings) else None
+    for state in () if run.folder is None else read_states(run.folder, wanted):
+        key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
+        is_original = state.get("request_mode", "original") == "original"
+        is_chosen = chosen is None or (is_original and state.get("reference_index") == chosen.get(key, -1))
+        if is_first and is_chosen and key not in answers:
+            answers[key] = _generated(state) if chosen is None else _chosen(state)
+    return answers
 
 
 def _generated(state: Mapping[str, Any]) -> Answer:
-    text, mapping = _text(state), state.get("output_mapping", {})
-    completion = _completion(state)
-    logprob = completion.get("logprob")
-    right = _right(state)
+    text, mapping, right = _text(state), state.get("output_mapping", {}), _right(state)
+    logprob = _completion(state).get("logprob")
     if mapping:  # a letter stands for each reference
-        letters = [letter for letter, reference in mapping.items() if reference in right]
-        right = [f"{letter}: {mapping[letter]}" for letter in letters]
+        right = [f"{letter}: {reference}" for letter, reference in mapping.items() if reference in right]
         text = f"{text}: {mapping[text.strip()]}" if text.strip() in mapping else text
     return Answer(_prompt(state), right, text, None if logprob is None else float(logprob))
 
 
-def _chosen(states: Iterable[Mapping[str, Any]], number: float | None) -> Answer | None:
-    """Return the reference that was chosen, with the log-probability of its tokens; None if it is not known."""
-    for state in states:
-        if state.get("reference_index") == number and state.get("request_mode", "original") == "original":
-            text = state["instance"]["references"][state["reference_index"]]["output"]["text"]
-            prompt = _prompt(state)
-            return Answer(prompt.removesuffix(text), _right(state), text, _logprob_of_end(_completion(state), text))
-    return None
+def _chosen(state: Mapping[str, Any]) -> Answer:
+    """Return the reference that was chosen, with the log-probability of its tokens."""
+    text = state["instance"]["references"][state["reference_index"]]["output"]["text"]
+    logprob = _logprob_of_end(_completion(state), text)
+    return Answer(_prompt(state).removesuffix(text), _right(state), text, logprob)
 
 
 def _logprob_of_end(completion: Mapping[str, Any], text: str) -> float | None:
@@ -165,14 +157,14 @@ def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Return the instance and the JSON text, which is not parsed yet, of each request state."""
     decoder = json.JSONDecoder()
     with (folder / STATE_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        place = content.find(_INSTANCE)
-        while place >= 0:
-            start, following = place + len(_INSTANCE) - 1, content.find(_INSTANCE, place + 1)
+        at = content.find(_INSTANCE)
+        while at >= 0:
+            start, following = at + len(_INSTANCE) - 1, content.find(_INSTANCE, at + 1)
             end = content.find(_REQUEST, start)
             instance, _ = decoder.raw_decode(content[start : end if end >= 0 else len(content)].decode())
             if "perturbation" not in instance:
-                yield instance, content[content.rfind(b"{", 0, place) : following if following >= 0 else len(content)]
-            place = following
+                yield instance, content[content.rfind(b"{", 0, at) : following if following >= 0 else len(content)]
+            at = following
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -188,23 +180,10 @@ def has_all_instances(folder: Path, scenario: str, num_instances: int) -> bool:
     return num_instances == _SIZES.get(scenario) or (isinstance(asked, int) and 0 < num_instances < asked)
 
 
-def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any], joint: str) -> str:
+def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:
     """Name the settings that differ, with both values: '-m 4, now 10'; '' if none does."""
-    keys = [key for key in {**other, **one} if one.get(key) != other.get(key)]
-    return "; ".join(f"{_FLAGS.get(key, key)} {_shown(one.get(key))}{joint}{_shown(other.get(key))}" for key in keys)
-
-
-def design_effect(runs: Sequence[Mapping[Any, str]]) -> float:
-    """Return by how much instances that occur in several runs increase the variance of the mean over all, at most.
-
-    runs: digests of each run's instances. With m_d runs that have instance d it is sum(m_d^2) / sum(m_d), 1 for
-    disjoint runs: Kish's design effect of clusters whose members have equal values (Survey Sampling, 1965, 8.2).
-    """
-    counts: dict[str, int] = {}
-    for digests in runs:
-        for digest in set(digests.values()):
-            counts[digest] = counts.get(digest, 0) + 1
-    return sum(number**2 for number in counts.values()) / max(1, sum(counts.values()))
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
+    return "; ".join(f"{_FLAGS.get(key, key)} {_shown(old.get(key))}{joint}{_shown(new.get(key))}" for key in keys)
 
 
 def _shown(value: Any) -> str:

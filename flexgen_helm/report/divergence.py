@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, TypeAdapter
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
-from flexgen_helm.report.losses import LossChange
-from flexgen_helm.report.metrics import Vector
+from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
 
-Interval = tuple[float, float]
+# Null stands for infinite in JSON.
+Number = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,15 @@ class ScoredTokens:
     """The scored tokens of one text in two precisions, in order.
 
     documents: [tokens] number of the document that each token is in.
-    baseline, other: [tokens] log-probabilities of the tokens.
+    baseline, logprobs: [tokens] log-probabilities of the tokens.
     same_top: [tokens] whether both have the same most probable token.
-    sampled: [rows] places of the tokens whose whole rows were compared.
+    sampled: [rows] indices of the tokens whose whole rows were compared.
     exact: [rows] their KL divergence.
     """
 
     documents: NDArray[np.int64]
     baseline: Vector
-    other: Vector
+    logprobs: Vector
     same_top: NDArray[np.bool_]
     sampled: NDArray[np.int64]
     exact: Vector
@@ -46,11 +48,11 @@ class Spread:
     """
 
     tokens: int
-    mean: float
-    interval: Interval | None
-    median: float
-    p99: float
-    largest: float
+    mean: Number
+    interval: tuple[Number, Number] | None
+    median: Number
+    p99: Number
+    largest: Number
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Divergence:
     precision: str
     tokens: int
     documents: int
-    baseline_perplexity: float
-    perplexity: float
-    ratio: float
-    interval: Interval | None
-    same_top: float
+    baseline_perplexity: Number
+    perplexity: Number
+    ratio: Number
+    interval: tuple[Number, Number] | None
+    same_top: Number
     kl: Spread
 
 
@@ -104,103 +106,65 @@ class SuiteDivergence:
     suite: str
     entries: tuple[EntryDivergence, ...]
 
+    @property
+    def precisions(self) -> list[Divergence]:
+        """All divergences, entry by entry."""
+        return [divergence for entry in self.entries for divergence in entry.precisions]
 
-def read_divergence(
-    path: Path, models: Collection[str], baseline: str, suite: str
-) -> dict[str, TextDivergence | SuiteDivergence]:
-    """Read what `flexgen-helm divergence --json` has printed, and return it by the model's name.
 
-    models, suite: what is compared. Raises `UsageError` for another file, model, suite or baseline.
+def read_divergence(path: Path, models: Sequence[ModelComparison], suite: str) -> list[ModelComparison]:
+    """Return the models, one with what `flexgen-helm divergence --json` has printed into a file, as `divergence`.
+
+    suite: what is compared. Raises `UsageError` for another file, model, suite or baseline.
     """
-    content = read_object(path)
-    found: TextDivergence | SuiteDivergence
     try:
-        if "suite" in content:
-            entries = [EntryDivergence(str(each["entry"]), _divergences(each)) for each in content["entries"]]
-            found = SuiteDivergence(str(content["model"]), str(content["suite"]), tuple(entries))
-            precisions = [each for entry in entries for each in entry.precisions]
-        else:
-            precisions = [*_divergences(content)]
-            found = TextDivergence(
-                str(content["model"]), str(content["text"]), int(content["window"]), tuple(precisions)
-            )
-    except (KeyError, TypeError, ValueError):
+        found: TextDivergence | SuiteDivergence = TypeAdapter[TextDivergence | SuiteDivergence](
+            TextDivergence | SuiteDivergence
+        ).validate_python(read_object(path))
+    except ValueError:
         raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
+    precisions = found.precisions
     name = found.model.removeprefix("flexgen/").replace("/", "--")
-    if name not in models:
-        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(models)}")
+    names = [model.model for model in models]
+    if name not in names:
+        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(names)}")
     if isinstance(found, SuiteDivergence) and found.suite != suite:
         raise UsageError(f"--divergence {path} is of the suite {found.suite}, and the comparison is of {suite}")
-    if others := {each.baseline for each in precisions} - {baseline}:
-        raise UsageError(f"--divergence {path} is from {', '.join(others)}, and the comparison is with {baseline}")
-    return {name: found}
-
-
-def _divergences(content: Mapping[str, Any]) -> tuple[Divergence, ...]:
-    return tuple(map(_divergence, content["precisions"]))
-
-
-def _divergence(record: Mapping[str, Any]) -> Divergence:
-    """Return a divergence from JSON, where null stands for infinite. Raises `KeyError`, `TypeError` or `ValueError`."""
-    values = dict(record)
-    for name in ("baseline_perplexity", "perplexity", "ratio", "same_top"):
-        values[name] = _number(values[name])
-    spread = values["kl"]
-    mean, *others = (_number(spread[key]) for key in ("mean", "median", "p99", "largest"))
-    values["kl"] = Spread(int(spread["tokens"]), mean, _pair(spread["interval"]), *others)
-    return Divergence(**{**values, "interval": _pair(values["interval"])})
-
-
-def _pair(interval: Any) -> Interval | None:
-    if interval is None:
-        return None
-    low, high = map(_number, interval)
-    return low, high
-
-
-def _number(value: Any) -> float:
-    return math.inf if value is None else float(value)
+    baseline = models[0].baseline
+    if wrong := {divergence.baseline for divergence in precisions} - {baseline}:
+        raise UsageError(f"--divergence {path} is from {', '.join(wrong)}, and the comparison is with {baseline}")
+    return [model.with_extra("divergence", found if model.model == name else None) for model in models]
 
 
 def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> Divergence:
     """Summarize what was scored; baseline, precision: their names."""
-    every = np.arange(len(scored.documents))
-    loss = _by_document(scored.baseline - scored.other, every, scored.documents)
-    interval = _interval(loss)
-    return Divergence(
-        baseline,
-        precision,
-        len(every),
-        len(loss.changes),
-        _exp(-math.fsum(scored.baseline) / len(every)),
-        _exp(-math.fsum(scored.other) / len(every)),
-        _exp(loss.value),
-        None if interval is None else (_exp(interval[0]), _exp(interval[1])),
-        float(scored.same_top.mean()),
-        _spread(scored.exact, scored.sampled, scored.documents),
-    )
+    count = len(scored.documents)
+    loss = _by_document(scored.baseline - scored.logprobs, scored.documents)
+    kl = _by_document(scored.exact, scored.documents[scored.sampled])
+    median, p99 = np.quantile(scored.exact, [0.5, 0.99])
+    largest = float(scored.exact.max())
+    with np.errstate(over="ignore"):  # infinite where a float cannot hold it
+        interval = None if (ends := _interval(loss)) is None else (float(np.exp(ends[0])), float(np.exp(ends[1])))
+        return Divergence(
+            baseline,
+            precision,
+            count,
+            len(loss.changes),
+            float(np.exp(-math.fsum(scored.baseline) / count)),
+            float(np.exp(-math.fsum(scored.logprobs) / count)),
+            float(np.exp(loss.value)),
+            interval,
+            float(scored.same_top.mean()),
+            Spread(len(scored.exact), kl.value, _interval(kl), float(median), float(p99), largest),
+        )
 
 
-def _spread(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> Spread:
-    mean = _by_document(values, places, documents)
-    median, p99 = np.quantile(values, [0.5, 0.99])
-    return Spread(len(values), mean.value, _interval(mean), float(median), float(p99), float(values.max()))
-
-
-def _by_document(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> LossChange:
+def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:
     """Return the sum and the number of the values of each document that has any."""
-    own: Any = documents[places]
-    counts = np.bincount(own).astype(np.float64)
-    has_any = counts > 0
-    sums: Vector = np.bincount(own, weights=values).astype(np.float64)
-    return LossChange(sums[has_any], counts[has_any])
+    counts = np.bincount(documents).astype(np.float64)
+    sums = np.bincount(documents, weights=values).astype(np.float64)
+    return RatioOfSums(sums[counts > 0], counts[counts > 0])
 
 
-def _interval(change: LossChange) -> Interval | None:
-    return change.interval() if len(change.changes) > 1 else None
-
-
-def _exp(exponent: float) -> float:
-    """Return e to a power, infinite where a float cannot hold it."""
-    with np.errstate(over="ignore"):
-        return float(np.exp(exponent))
+def _interval(mean: RatioOfSums) -> Interval | None:
+    return mean.interval() if len(mean.changes) > 1 else None

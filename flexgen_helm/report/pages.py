@@ -12,18 +12,8 @@ from urllib.parse import quote
 
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
-from flexgen_helm.report.choice import Choice
-from flexgen_helm.report.comparison import Comparison, FlipGroup, ModelComparison, flip_groups
-from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
-from flexgen_helm.report.scores import (
-    RunScores,
-    by_scenario,
-    overlap_notes,
-    precision_rank,
-    prompt_notes,
-    reused_note,
-    trust_notes,
-)
+from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
+from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, run_notes, total_speeds
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
@@ -168,11 +158,9 @@ class Page:
 def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     """Build what `run` prints at its end: the scores of `runs`, which are in the suite's `folder`."""
     title = f"{count(len(runs), 'run')} in {folder}"
-    section, reused = _scores_section(runs), reused_note(runs)
+    section = _scores_section(runs)
     # The last lines are those that a terminal shows: scenarios come after their runs.
-    notes = [*section.notes, *([reused] if reused else []), *overlap_notes(runs), *prompt_notes(runs)]
-    notes += trust_notes(runs)
-    section = replace(section, tables=section.tables[::-1], notes=notes)
+    section = replace(section, tables=section.tables[::-1], notes=[*section.notes, *run_notes(runs)])
     return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
 
 
@@ -188,49 +176,38 @@ def suite_page(report: SuiteReport) -> Page:
     for model in report.compared:
         notes = [*_verdicts(model), *(note for note in model.notes if note not in report.notes)]
         title = f"Precisions of flexgen/{model.model}"
-        sections.append(_comparison_section(title, model, BASELINE, notes, report.runs, scales))
+        sections.append(_comparison_section(title, model, notes, scales))
     sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
     legend = _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else ""
     links = {"Precisions compared": COMPARE_FILE}
     return Page(f"Suite {report.suite}", legend, sections, _run_facts(report.runs), report.notes, links)
 
 
-def comparison_page(
-    models: Sequence[ModelComparison],
-    suite: str,
-    baseline: str,
-    runs: Sequence[RunScores] = (),
-    choices: Mapping[str, Choice] | None = None,
-    divergences: Mapping[str, TextDivergence | SuiteDivergence] | None = None,
-) -> Page:
-    """Build the page of `flexgen-helm compare`.
-
-    runs: those of the suite, for flips, and for what was run where.
-    choices, divergences: by model, if they were asked for.
-    """
-    scales = _scales(models)
-    sections = [
-        _comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs, scales) for model in models
-    ]
-    first = {name: tables.choice_table(choice) for name, choice in (choices or {}).items()}
-    last = {name: tables.divergence_table(found, baseline) for name, found in (divergences or {}).items()}
-    sections = [
-        replace(
-            section,
-            tables=[*filter(None, [first.get(model.model)]), *section.tables, *filter(None, [last.get(model.model)])],
-            notes=[*section.notes, *[_DIVERGENCE_NOTE.format(baseline=baseline)] * (model.model in last)],
-        )
-        for section, model in zip(sections, models)
-    ]
-    legend = _COMPARISON_LEGEND.format(baseline=baseline)
-    compared = [run for run in runs if run.model in {model.model for model in models}]
-    links = {"Report of the suite": REPORT_FILE}
-    named = [f"flexgen/{model.model}: " if len(models) > 1 else "" for model in models]
-    verdicts = [name + "; ".join(_verdicts(model)) for name, model in zip(named, models) if model.verdicts]
-    facts = _choice_facts(choices, len(models)) | _run_facts(compared)
-    flips = list(flip_groups(models, compared, baseline, _MAX_FLIPS)) if compared else []
-    title = f"{suite}: {baseline} and other precisions"
-    return Page(title, legend, sections, facts, links=links, flips=flips, headline=verdicts)
+def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
+    """Build the page of `flexgen-helm compare`."""
+    baseline, scales = models[0].baseline, _scales(models)
+    sections, verdicts = [], []
+    for model in models:
+        notes = [*model.notes, *[_DIVERGENCE_NOTE.format(baseline=baseline)] * bool(model.extras.get("divergence"))]
+        sections.append(_comparison_section(f"flexgen/{model.model}", model, notes, scales))
+        if model.verdicts:
+            verdicts.append(f"flexgen/{model.model}: " * (len(models) > 1) + "; ".join(_verdicts(model)))
+    facts = {}
+    if choices := {model.model: model.extras["choice"] for model in models if model.extras.get("choice")}:
+        texts = [f"flexgen/{name}: " * (len(models) > 1) + choice.text for name, choice in choices.items()]
+        if undecided := len(models) - len(choices):
+            has = "has" if undecided == 1 else "have"
+            texts.append(f"{count(undecided, 'other model')} {has} no precision that can be judged")
+        facts = {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
+    return Page(
+        f"{suite}: {baseline} and other precisions",
+        _COMPARISON_LEGEND.format(baseline=baseline),
+        sections,
+        facts | _run_facts([run for model in models for run in model.runs]),
+        links={"Report of the suite": REPORT_FILE},
+        flips=list(flip_groups(models, _MAX_FLIPS)),
+        headline=verdicts,
+    )
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
@@ -277,16 +254,8 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
     title = f"Scores of {models.pop()}" if len(models) == 1 else "Scores"
     levels = _levels(runs, tables.scores_table)
     notes = [_SCORES_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
-    totals: dict[str, list[float]] = {}
-    for run in runs:
-        total = totals.setdefault(run.precision, [0.0, 0.0, 0.0])
-        for place, amount in enumerate((run.num_tokens, run.latency_s, run.num_reused)):
-            total[place] += amount
-    rates = [
-        f"{precision} {tokens / seconds:,.0f}" + " *" * bool(reused)
-        for precision, (tokens, seconds, reused) in sorted(totals.items(), key=lambda item: precision_rank(item[0]))
-        if seconds > 0
-    ]
+    speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed["precision"]))
+    rates = [f"{speed['precision']} {tables.tokens_per_s_text(speed)}" for speed in speeds if speed["latency_s"] > 0]
     notes += [f"Tokens of prompts and answers per second: {', '.join(rates)}"] * bool(rates)
     return Section(title, levels, notes)
 
@@ -302,68 +271,44 @@ def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], boo
 
 
 def _comparison_section(
-    title: str,
-    model: ModelComparison,
-    baseline: str,
-    notes: Sequence[str],
-    runs: Sequence[RunScores],
-    scales: Mapping[str, float],
+    title: str, model: ModelComparison, notes: Sequence[str], scales: Mapping[str, float]
 ) -> Section:
-    links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
-    every = tables.comparison_tables(model.comparisons, baseline, links, scales)
-    judged: Sequence[Comparison] = model.comparisons
+    shown = tables.comparison_tables(model, model.comparisons, scales)
     if model.pooled:
-        pooled = {each.run.partition(" (")[0] for each in model.pooled}
-        judged = [*model.pooled, *(each for each in model.comparisons if each.run.partition(":")[0] not in pooled)]
-        shown = tables.comparison_tables(judged, baseline, links, scales)
-        shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
-        every = shown + [
-            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
+        by_scenario = tables.comparison_tables(model, model.by_scenario, scales)
+        shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
+            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    verdicts = tables.verdict_tables(judged, baseline)
-    speeds = replace(tables.speeds_table(model.speeds), title="Speed")
-    return Section(title, [*verdicts, *every, speeds], notes)
+    verdicts, speeds = tables.verdict_tables(model), replace(tables.speeds_table(model.speeds), title="Speed")
+    choice, divergence = map(model.extras.get, ("choice", "divergence"))
+    first = [tables.choice_table(choice)] if choice else []
+    last = [tables.divergence_table(divergence, model.baseline)] if divergence else []
+    return Section(title, [*first, *verdicts, *shown, speeds, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
-    return tables.interval_scales(each for model in models for each in (*model.comparisons, *model.pooled))
+    return tables.interval_scales([one for model in models for one in (*model.comparisons, *model.pooled)])
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
     return [f"{precision}: {verdict.text}" for precision, verdict in model.verdicts.items()]
 
 
-def _choice_facts(choices: Mapping[str, Choice] | None, num_models: int) -> dict[str, str]:
-    """Return which precision to take, and the command with it; {} if that was not asked."""
-    if choices is None:
-        return {}
-    texts = [f"flexgen/{name}: " * (num_models > 1) + choice.text for name, choice in choices.items()]
-    if others := num_models - len(choices):
-        texts.append(
-            f"{count(others, 'other model')} {'has' if others == 1 else 'have'} no precision that can be judged"
-        )
-    return {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
-
-
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     """Return what was run, on which machine, with which versions, and when, as far as the records say it."""
     records = [run.run for run in runs]
-    hardware = [record["hardware"] for record in records if record.get("hardware")]
     limits: dict[str, list[float]] = {}
     for record in records:
         for tier, limit in (record.get("limit_bytes") or {}).items():
             limits.setdefault(tier, []).append(limit)
     times = sorted(record["finished_at"][:16].replace("T", " ") for record in records if record.get("finished_at"))
-    machines = (
+    machines = [
         f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, {machine['compute_dtype']}, "
         f"{count(machine['threads'], 'thread')}, {size(machine['memory_bytes'])} of memory"
-        for machine in hardware
-    )
-    versions = (
-        ", ".join(f"{package} {version}" for package, version in record["versions"].items())
         for record in records
-        if "versions" in record
-    )
+        if (machine := record.get("hardware"))
+    ]
+    versions = [", ".join(map(" ".join, record.get("versions", {}).items())) for record in records]
     # A run that only scores or continues texts has no decision in its record.
     has_scored = any(run.prompts for run in runs) and any(
         "chat_template" in run.run and not run.prompts for run in runs
@@ -374,7 +319,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),
-        "versions": _distinct(versions),
+        "versions": _distinct(filter(None, versions)),
         "finished": " to ".join(dict.fromkeys([times[0], times[-1]])) + " UTC" if times else "",
     }
     return {label: fact for label, fact in facts.items() if fact}
@@ -408,7 +353,7 @@ def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[fl
     margin = max(0.05, 0.08 * (high - low))
     low, high = low - margin, high + margin
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         return 100 * (math.log10(value) - low) / (high - low)
 
     decades = range(math.floor(low), math.ceil(high) + 1)
@@ -420,4 +365,4 @@ def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[fl
     ticks = ticks[:: math.ceil(len(ticks) / 5)]
     if len(ticks) < 2:
         ticks = [min(values), max(values)]
-    return [(place(tick), f"{tick:,.4g}") for tick in ticks], list(map(place, values))
+    return [(position(tick), f"{tick:,.4g}") for tick in ticks], list(map(position, values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,14 +19,13 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
-    design_effect,
     has_all_instances,
     is_choice,
     read_instances,
     read_settings,
     read_texts,
 )
-from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,8 +35,8 @@ _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Runs of one scenario, such as the subjects of MMLU, that are also shown together.
 _MIN_POOLED = 3
-# A few questions occur in two data sets. Above this a pool's standard error would be more than 0.5 % too small.
-_MAX_DESIGN_EFFECT = 1.01
+# A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be 0.5 % too small.
+_MIN_DISTINCT = 0.995
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
@@ -80,8 +79,11 @@ class RunScores:
     def digests(self) -> dict[Any, str]:
         """Return, for the instances of `instances` by their index, digests of what was asked; {} if it is not known."""
         if self.parts:
-            return {(run.entry, key): digest for run in self.parts for key, digest in run.digests.items()}
+            return self._of_parts("digests")
         return {key: self._all_digests[key] for key in self.instances.index if key in self._all_digests}
+
+    def _of_parts(self, name: str) -> dict[Any, str]:
+        return {(run.entry, key): value for run in self.parts for key, value in getattr(run, name).items()}
 
     @cached_property
     def _all_digests(self) -> dict[str, str]:
@@ -92,7 +94,7 @@ class RunScores:
     def answers(self) -> dict[Any, str]:
         """Return the answers to the instances, by the index of `instances`; {} if they are not known."""
         if self.parts:
-            return {(run.entry, key): text for run in self.parts for key, text in run.answers.items()}
+            return self._of_parts("answers")
         return read_texts(self)
 
     @property
@@ -197,12 +199,12 @@ class RunScores:
 
         HELM may aggregate a metric in another way, such as F1 over classes: then it is no function of their sums.
         """
-        terms = {}
-        for name, score in self.scores.items():
-            frame = _terms(name, self.instances)
-            if frame is not None and math.isclose(_value(name, frame), score, rel_tol=1e-6, abs_tol=1e-9):
-                terms[name] = frame
-        return terms
+        found = {name: _terms(name, self.instances) for name in self.scores}
+        return {
+            name: terms
+            for name, (terms, value) in found.items()
+            if math.isclose(value, self.scores[name], rel_tol=1e-6, abs_tol=1e-9)
+        }
 
     @cached_property
     def standard_errors(self) -> dict[str, float]:
@@ -280,7 +282,7 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
     }
     instances = pd.concat({run.entry: run.instances for run in runs})
     common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
-    scores = {name: _value(name, terms) for name in common if (terms := _terms(name, instances)) is not None}
+    scores = {name: _terms(name, instances)[1] for name in common}
     record: dict[str, Any] = {
         **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
         "workload": _sums([run.workload for run in runs]),
@@ -312,17 +314,22 @@ def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
-    groups: dict[tuple[str, str, str], list[RunScores]] = {}
+def grouped(runs: Iterable[RunScores], key: Callable[[RunScores], Any]) -> dict[Any, list[RunScores]]:
+    """Return runs by a key, in the order in which keys first appear."""
+    groups: dict[Any, list[RunScores]] = {}
     for run in runs:
-        groups.setdefault((run.scenario, run.model, run.precision), []).append(run)
-    return list(groups.values())
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
+    return list(grouped(runs, lambda run: (run.scenario, run.model, run.precision)).values())
 
 
 def _are_disjoint(runs: Sequence[RunScores]) -> bool:
     """Whether an instance occurs in one of the runs only, but for a few; False if that is not known."""
-    digests = [run.digests for run in runs]
-    return all(digests) and design_effect(digests) <= _MAX_DESIGN_EFFECT
+    digests = [set(run.digests.values()) for run in runs]
+    return all(digests) and len(set().union(*digests)) >= _MIN_DISTINCT * sum(map(len, digests))
 
 
 def precision_rank(precision: str) -> tuple[int, str]:
@@ -331,27 +338,44 @@ def precision_rank(precision: str) -> tuple[int, str]:
     return (order.index(precision) if precision in order else len(order), precision)
 
 
-def reused_note(runs: Iterable[RunScores]) -> str | None:
-    """Return a note, without its full stop, on throughputs measured by earlier runs; None if there are none."""
-    runs = list(runs)
-    reused = sum(run.num_reused for run in runs)
-    if not reused:
-        return None
-    return (
-        f"{reused:,} of {sum(run.num_answers for run in runs):,} answers come from earlier runs; tokens/s marked * "
-        "were measured then (--disable-cache measures again)"
+def run_notes(runs: Sequence[RunScores]) -> list[str]:
+    """Return all notes, without full stops, on runs that are shown together."""
+    return [*reused_note(runs), *overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
+
+
+def reused_note(runs: Sequence[RunScores]) -> list[str]:
+    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there are none."""
+    reused, answers = sum(run.num_reused for run in runs), sum(run.num_answers for run in runs)
+    note = (
+        f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were measured then "
+        "(--disable-cache measures again)"
     )
+    return [note] if reused else []
+
+
+def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
+    """Add up the runs of each precision: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
+    totals = []
+    for precision, group in grouped(runs, lambda run: run.precision).items():
+        tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
+        totals.append(
+            {
+                "precision": precision,
+                "instances": sum(run.num_scored for run in group),
+                "tokens": tokens,
+                "latency_s": seconds,
+                "num_reused": sum(run.num_reused for run in group),
+                "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+            }
+        )
+    return totals
 
 
 def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return notes, without full stops, on prompts that differ between models, and on answers without room."""
-    models: dict[str, list[str]] = {}
-    for run in runs:
-        names = models.setdefault(run.prompts, []) if run.prompts else []
-        if run.typed_model not in names:
-            names.append(run.typed_model)
     notes = []
-    if len(models) > 1:
+    if len(by_way := grouped((run for run in runs if run.prompts), lambda run: run.prompts)) > 1:
+        models = {way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()}
         ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
         notes.append(f"Models differ in how prompts were sent: {ways}")
     for run in by_scenario(runs):
@@ -395,20 +419,19 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _value(metric: str, terms: pd.DataFrame) -> float:
-    return float(metric_named(metric).value(*terms.to_numpy().T))
-
-
-def _terms(metric: str, instances: pd.DataFrame) -> pd.DataFrame | None:
-    """Return numerators and denominators of a metric; None if an instance lacks one, or none counts."""
+def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+    """Return numerators and denominators of a metric, and its value; NaN if an instance lacks one, or none counts."""
     import pandas as pd
 
-    own = metric_named(metric)
-    if own.numerator not in instances or (own.denominator is not None and own.denominator not in instances):
-        return None
-    denominators = 1.0 if own.denominator is None else instances[own.denominator]
-    terms = pd.DataFrame({"numerator": instances[own.numerator], "denominator": denominators}, dtype=np.float64)
-    return terms if terms.notna().to_numpy().all() and terms["denominator"].sum() > 0 else None
+    metric = metric_named(name)
+    columns = {"numerator": metric.numerator, "denominator": metric.denominator}
+    terms = pd.DataFrame(
+        {term: 1.0 if column is None else instances.get(column, np.nan) for term, column in columns.items()},
+        index=instances.index,
+        dtype=np.float64,
+    )
+    is_known = terms.notna().to_numpy().all() and terms["denominator"].sum() > 0
+    return terms, float(metric.value(*terms.to_numpy().T)) if is_known else math.nan
 
 
 def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable[str]) -> pd.DataFrame:

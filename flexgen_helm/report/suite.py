@@ -10,16 +10,7 @@ from typing import Any
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.report.comparison import ModelComparison, compare_runs
-from flexgen_helm.report.scores import (
-    RunScores,
-    describe_run,
-    finite,
-    overlap_notes,
-    prompt_notes,
-    read_finished_runs,
-    reused_note,
-    trust_notes,
-)
+from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs, run_notes
 from flexgen_helm.report.verdicts import first_names
 
 SUITE_FILE = "flexgen_suite.json"
@@ -53,20 +44,18 @@ def read_suite(folder: Path) -> SuiteReport:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
     last_call = read_object(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
-    if (reused := reused_note(runs)) is not None:
-        notes.append(reused)
-    notes += [*overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
+    notes += run_notes(runs)
     models = {name: usage for name, usage in last_call.get("models", {}).items() if usage.get("bytes") is not None}
     # After a plain or resumed helm-run, every run's own record holds the usage of its model's last batch of runs.
     computed = [run.run for run in runs if run.run.get("bytes") is not None]
-    others = {record["model"]: record for record in computed if record["model"] not in models}
-    if others:
-        notes.append(f"times and bytes of {', '.join(others)} are those of the last block alone")
+    recorded = {record["model"]: record for record in computed if record["model"] not in models}
+    if recorded:
+        notes.append(f"times and bytes of {', '.join(recorded)} are those of the last block alone")
     try:
         compared: Sequence[ModelComparison] = compare_runs(runs, folder, BASELINE)
     except UsageError:
         compared = ()
-    return SuiteReport(folder.name, runs, models | others, compared, notes)
+    return SuiteReport(folder.name, runs, models | recorded, compared, notes)
 
 
 def suite_to_json(report: SuiteReport) -> dict[str, Any]:
@@ -95,14 +84,13 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
         scored, called = folder / name / "stats.json", folder / SUITE_FILE
         return name in finished and scored.stat().st_mtime_ns < called.stat().st_mtime_ns
 
-    notes = (
-        _runs_note("failed", [name for name in failed if name not in finished]),
-        _runs_note("did not finish", [name for name in unfinished if name not in {*finished, *failed}]),
-        _runs_note("failed in the last call, so the scores are older", [name for name in failed if is_older(name)]),
-    )
-    return [note for note in notes if note]
-
-
-def _runs_note(what: str, names: Sequence[str]) -> str:
-    listed = first_names([describe_run(name) for name in names])
-    return f"{count(len(names), 'run')} {what} ({listed}); {_RESUME}" if names else ""
+    missing = {
+        "failed": [name for name in failed if name not in finished],
+        "did not finish": [name for name in unfinished if name not in {*finished, *failed}],
+        "failed in the last call, so the scores are older": [name for name in failed if is_older(name)],
+    }
+    return [
+        f"{count(len(names), 'run')} {what} ({first_names(list(map(describe_run, names)))}); {_RESUME}"
+        for what, names in missing.items()
+        if names
+    ]

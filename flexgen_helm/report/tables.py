@@ -6,7 +6,7 @@ A number's column has the name that it has in `flexgen_run.json` or `flexgen_sui
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.files import duration, rate_text, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import Choice
-from flexgen_helm.report.comparison import Comparison, ModelComparison
-from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
-from flexgen_helm.report.metrics import metric_named
-from flexgen_helm.report.scores import RunScores, precision_rank
+from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
+from flexgen_helm.report.paired import metric_named
+from flexgen_helm.report.scores import RunScores, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
+from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 
 _RUN_COLUMNS = [
@@ -35,6 +36,12 @@ _TRANSFERS = {
     "cpu_to_disk": "memory to disk",
     "cpu_to_gpu": "memory to GPU",
     "gpu_to_cpu": "GPU to memory",
+}
+_WORKLOAD = {
+    "requests": "num_requests",
+    "prompt tokens": "prompt_tokens",
+    "computed": "prompt_tokens_computed",
+    "output tokens": "output_tokens",
 }
 _TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict")
 
@@ -74,7 +81,7 @@ class Table:
 
     @property
     def right_aligned(self) -> list[bool]:
-        return [place >= self.num_keys and name not in _TEXT_COLUMNS for place, name in enumerate(self.cells)]
+        return [column >= self.num_keys and name not in _TEXT_COLUMNS for column, name in enumerate(self.cells)]
 
     @property
     def repeats(self) -> list[list[bool]]:
@@ -113,16 +120,19 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
     pairs = [(run, metric) for run in runs for metric in run.scores or ("-",)]
-    entries, metrics = list(dict.fromkeys(run.entry for run in runs)), list(dict.fromkeys(name for _, name in pairs))
-
-    def order(pair: tuple[RunScores, str]) -> tuple[int, int, str, tuple[int, str]]:
-        run, metric = pair
-        return entries.index(run.entry), metrics.index(metric), run.typed_model, precision_rank(run.precision)
-
     # Precisions, then models, below each other, in the order in which entries and metrics first appear.
-    pairs.sort(key=order)
+    names = list(dict.fromkeys(name for run, metric in pairs for name in (run.entry, metric)))
+    pairs.sort(
+        key=lambda pair: (
+            names.index(pair[0].entry),
+            names.index(pair[1]),
+            pair[0].typed_model,
+            precision_rank(pair[0].precision),
+        )
+    )
     rows = [
-        (run.entry, metric, run.typed_model, run.precision, _score_and_error(run, metric),
+        (run.entry, metric, run.typed_model, run.precision,
+         _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
          f"{run.num_scored:,}" if run.num_scored else "", whole_text(run.workload.get("num_requests")))
         for run, metric in pairs
     ]  # fmt: skip
@@ -133,10 +143,9 @@ def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     return Table(frame, num_keys=2, links=links, optional=("requests", "scored"))
 
 
-def _score_and_error(run: RunScores, metric: str) -> str:
-    if metric not in run.scores:
+def _score_and_error(value: float | None, error: float | None) -> str:
+    if value is None:
         return ""
-    value, error = run.scores[metric], run.standard_errors.get(metric)
     digits = _digits(value)
     return f"{value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
 
@@ -147,41 +156,38 @@ def _score_and_error(run: RunScores, metric: str) -> str:
 def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row of tokens and seconds per run; * marks throughputs that `reused_note` explains."""
     runs = _by_entry(runs)
-    rates = [run.num_tokens / run.latency_s if run.latency_s > 0 else 0.0 for run in runs]
+    speeds = [total_speeds([run])[0] for run in runs]
     cells = {
         **_run_cells(runs, show_model),
-        "requests": [whole_text(run.workload.get("num_requests")) for run in runs],
-        "prompt tokens": [whole_text(run.workload.get("prompt_tokens")) for run in runs],
-        "computed": [whole_text(run.workload.get("prompt_tokens_computed")) for run in runs],
-        "output tokens": [whole_text(run.workload.get("output_tokens")) for run in runs],
+        **{heading: [whole_text(run.workload.get(key)) for run in runs] for heading, key in _WORKLOAD.items()},
         "time": [seconds_text(run.latency_s) for run in runs],
-        "tokens/s": [f"{rate:,.0f}" + " *" * (run.num_reused > 0) for run, rate in zip(runs, rates)],
+        "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
     optional = ("computed", "output tokens", "requests", "prompt tokens")
-    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": bars(rates)}, optional=optional)
+    return Table(pd.DataFrame(cells), links=_links(runs), marks=_speed_marks(speeds), optional=optional)
 
 
 def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return the tokens of each run without padding, and with two ways of padding; as it was run if it padded too."""
     runs = [run for run in _by_entry(runs) if run.num_tokens]
+    ways = {f"in buckets of {BUCKET}": "in_buckets", "to the longest": "to_longest"}
     columns = {
         "no padding": [run.num_tokens for run in runs],
         "as run": [run.padded_tokens() for run in runs],
-        f"in buckets of {BUCKET}": [run.padded_tokens("in_buckets") for run in runs],
-        "to the longest": [run.padded_tokens("to_longest") for run in runs],
+        **{heading: [run.padded_tokens(way) for run in runs] for heading, way in ways.items()},
     }
     if all(run.padded_tokens() <= run.num_tokens * 1.0005 for run in runs):
         del columns["as run"]
-    largest = [max(values) for values in zip(*columns.values())]  # of each row
+    largest = list(map(max, zip(*columns.values())))  # of each row
     cells = {name: list(map(whole_text, values)) for name, values in columns.items()}
-    marks = {name: [Mark(0, 100 * v / top) for v, top in zip(values, largest)] for name, values in columns.items()}
+    marks = {name: list(map(_bar, values, largest)) for name, values in columns.items()}
     return Table(pd.DataFrame({**_run_cells(runs, show_model), **cells}), links=_links(runs), marks=marks)
 
 
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
     """Put the models and precisions of an entry next to each other."""
-    places = {entry: place for place, entry in enumerate(dict.fromkeys(run.entry for run in runs))}
-    return sorted(runs, key=lambda run: (places[run.entry], run.model, precision_rank(run.precision)))
+    entries = list(dict.fromkeys(run.entry for run in runs))
+    return sorted(runs, key=lambda run: (entries.index(run.entry), run.model, precision_rank(run.precision)))
 
 
 def _run_cells(runs: Sequence[RunScores], show_model: bool) -> dict[str, list[str]]:
@@ -203,46 +209,54 @@ def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
 
 
 def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Rows without a value in any precision are left out."""
-    precisions = sorted(usages, key=precision_rank)
-    rows: list[tuple[str, Callable[[Any], str], list[Any]]] = []
-
-    def add(label: str, fmt: Callable[[Any], str], value: Callable[[Mapping[str, Any]], Any]) -> None:
-        values = [value(usages[precision]) for precision in precisions]
-        if any(values):
-            rows.append((label, fmt, values))
-
-    def time(kind: str) -> Callable[[Mapping[str, Any]], Any]:
-        return lambda usage: usage["time_s"].get(kind)
-
-    add("schedule", str, lambda usage: usage.get("schedule"))
-    add("time, measured", seconds_text, lambda usage: usage["time_s"]["compute"] + usage["time_s"]["wait"])
-    add("time, predicted", seconds_text, lambda usage: usage.get("predicted_latency_s"))
-    add("roofline", seconds_text, lambda usage: usage.get("roofline_s"))
-    add("computing", seconds_text, time("compute"))
-    add("waiting for data", seconds_text, time("wait"))
-    add("between batches", seconds_text, time("other"))
-    for transfer, label in _TRANSFERS.items():
-        for kind in ("weights", "cache", "activations"):
-            add(f"{label}: {kind}", size, lambda usage, t=transfer, k=kind: usage["bytes"][t].get(k))  # type: ignore[misc]
-    for tier, label in TIER_PLACES.items():
-        add(f"peak {label}", size, lambda usage, t=tier: usage["peak_bytes"].get(t))  # type: ignore[misc]
-        if any(usages[precision]["peak_bytes"].get(tier) for precision in precisions):
-            add(f"limit {label}", size, lambda usage, t=tier: usage.get("limit_bytes", {}).get(t))  # type: ignore[misc]
-    add("peak workspace", size, lambda usage: usage.get("peak_workspace_bytes"))
+    """Rows without a value in any precision are left out, and limits of tiers that nothing was in."""
+    figures = {precision: _figures(usages[precision]) for precision in sorted(usages, key=precision_rank)}
+    known = {label: [column[label] for column in figures.values()] for label in next(iter(figures.values()))}
+    known = {label: values for label, values in known.items() if any(values)}
+    labels = [label for label in known if label.replace("limit", "peak") in known]
     largest: dict[str, float] = {}
-    for label, _, values in rows:
-        top = max((value for value in values if isinstance(value, (int, float))), default=0.0)
-        largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), top)
-    cells = {"": [label for label, _, _ in rows]}
-    marks: dict[str, list[Mark | None]] = {}
-    for precision, own in zip(precisions, zip(*(values for _, _, values in rows))):
-        cells[precision] = ["" if value is None else fmt(value) for (_, fmt, _), value in zip(rows, own)]
-        marks[precision] = [
-            Mark(0, 100 * value / largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
-            for (label, _, _), value in zip(rows, own)
-        ]
-    return Table(pd.DataFrame(cells), marks=marks)
+    for label in labels:
+        numbers = [value for value in known[label] if isinstance(value, (int, float))]
+        largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), *numbers, 0.0)
+
+    def text(label: str, value: Any) -> str:
+        if value is None or isinstance(value, str):
+            return value or ""
+        return seconds_text(value) if _scale_of(label) == "time" else size(value)
+
+    def mark(label: str, value: Any) -> Mark | None:
+        return _bar(value, largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
+
+    columns = {name: [(label, column[label]) for label in labels] for name, column in figures.items()}
+    cells = {"": labels, **{name: [text(*cell) for cell in column] for name, column in columns.items()}}
+    return Table(
+        pd.DataFrame(cells), marks={name: [mark(*cell) for cell in column] for name, column in columns.items()}
+    )
+
+
+def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a usage record: label -> value, None where it is not known."""
+    times = usage["time_s"]
+    return {
+        "schedule": usage.get("schedule"),
+        "time, measured": times["compute"] + times["wait"],
+        "time, predicted": usage.get("predicted_latency_s"),
+        "roofline": usage.get("roofline_s"),
+        "computing": times["compute"],
+        "waiting for data": times["wait"],
+        "between batches": times.get("other"),
+        **{
+            f"{label}: {kind}": usage["bytes"][transfer].get(kind)
+            for transfer, label in _TRANSFERS.items()
+            for kind in ("weights", "cache", "activations")
+        },
+        **{
+            f"{kind} {label}": usage.get(f"{kind}_bytes", {}).get(tier)
+            for tier, label in TIER_PLACES.items()
+            for kind in ("peak", "limit")
+        },
+        "peak workspace": usage.get("peak_workspace_bytes"),
+    }
 
 
 def _scale_of(label: str) -> str:
@@ -323,10 +337,18 @@ def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
     return {"precision": list(map(run_link, runs))}
 
 
-def bars(values: Iterable[float]) -> list[Mark | None]:
-    values = list(values)
-    largest = max(values, default=0.0)
-    return [Mark(0, 100 * value / largest) if largest else None for value in values]
+def _speed_marks(speeds: Sequence[Mapping[str, Any]]) -> dict[str, list[Mark | None]]:
+    rates = [speed["tokens_per_s"] for speed in speeds]
+    return {"tokens/s": [_bar(rate, max(rates)) for rate in rates]}
+
+
+def _bar(value: float, largest: float) -> Mark | None:
+    return Mark(0, 100 * value / largest) if largest else None
+
+
+def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
+    """Return the rate of `total_speeds`, with a * that `reused_note` explains."""
+    return f"{speed['tokens_per_s']:,.0f}" + " *" * (speed["num_reused"] > 0)
 
 
 def whole_text(value: Any) -> str:
@@ -342,7 +364,7 @@ def _digits(value: float) -> int:
     return 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 1
 
 
-def score_text(value: float) -> str:
+def _score_text(value: float) -> str:
     return f"{value:,.{_digits(value) + (abs(value) < 10)}f}"
 
 
@@ -357,7 +379,7 @@ _COMPARISON_COLUMNS = [
 
 def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
     """Return a row of numbers per comparison."""
-    records = [{"model": model.model, **asdict(each)} for model in models for each in model.comparisons]
+    records = [{"model": model.model, **asdict(one)} for model in models for one in model.comparisons]
     for record in records:
         record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
         record |= {name: record[name] or {} for name in ("test", "flips", "equivalence")}
@@ -365,28 +387,22 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
 
 
 def comparison_tables(
-    comparisons: Sequence[Comparison],
-    baseline: str,
-    links: Mapping[tuple[str, str], str] | None = None,
-    scales: Mapping[str, float] | None = None,
+    model: ModelComparison, comparisons: Sequence[Comparison], scales: Mapping[str, float]
 ) -> list[Table]:
-    """Return a table per precision that is compared with `baseline`.
-
-    links: (run entry, precision) -> folder.
-    scales: from `interval_scales` of all that a page shows; None for those of `comparisons`.
-    """
-    ends = interval_scales(comparisons) if scales is None else scales
+    """Return a table of comparisons of a model per precision; scales: `interval_scales` of all that a page shows."""
+    links = {(run.entry, run.precision): run_link(run) for run in model.runs}
     tables = []
-    for precision, own in _by_precision(comparisons).items():
+    for precision, found in _by_precision(comparisons).items():
         rows = [
-            (each.run, metrics, f"{each.instances:,}", score_text(each.baseline), score_text(each.value),
-             _change(each), _interval(each), _test(each))
-            for metrics, each in own
+            (one.run, metrics, f"{one.instances:,}", _score_text(one.baseline), _score_text(one.value),
+             _in_unit(one, one.change) + " pp" * (_unit(one) == "pp") if math.isfinite(one.change) else "",
+             _interval(one), _test(one))
+            for metrics, one in found
         ]  # fmt: skip
-        names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
-        folders = {name: [(links or {}).get((each.run, name), "") for _, each in own] for name in (baseline, precision)}
-        marks = {"95 % interval": [_mark(each, ends[_unit(each)]) for _, each in own]}
-        cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {baseline}"
+        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p (lost : won)"]
+        folders = {name: [links.get((one.run, name), "") for _, one in found] for name in (model.baseline, precision)}
+        marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
+        cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
         tables.append(Table(cells, title, 2, folders, marks, optional=("p (lost : won)", "n", "95 % interval")))
     return tables
 
@@ -397,24 +413,24 @@ def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
     A ratio's end is what it is above 1.
     """
     ends: dict[str, float] = {}
-    for each in comparisons:
-        reach = max(map(abs, _positions(each)), default=0.0)
-        reach = (math.expm1(reach) if each.kind == "ratio" else reach) or 1.0
+    for one in comparisons:
+        reach = max(map(abs, _positions(one)), default=0.0)
+        reach = (math.expm1(reach) if one.kind == "ratio" else reach) or 1.0
         power = 10.0 ** math.floor(math.log10(reach))
         end = next(step * power for step in (1, 2, 5, 10) if step * power >= reach)
-        ends[_unit(each)] = max(ends.get(_unit(each), 0.0), end)
+        ends[_unit(one)] = max(ends.get(_unit(one), 0.0), end)
     return ends
 
 
 def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str, Comparison]]]:
     """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one row."""
     found: dict[str, list[tuple[str, Comparison]]] = {}
-    for each in sorted(comparisons, key=lambda each: precision_rank(each.precision)):
-        rows = found.setdefault(each.precision, [])
-        if rows and replace(rows[-1][1], metric=each.metric) == each and _unit(rows[-1][1]) == _unit(each):
-            rows[-1] = f"{rows[-1][0]}, {each.metric}", each
+    for one in sorted(comparisons, key=lambda one: precision_rank(one.precision)):
+        rows = found.setdefault(one.precision, [])
+        if rows and replace(rows[-1][1], metric=one.metric) == one and _unit(rows[-1][1]) == _unit(one):
+            rows[-1] = f"{rows[-1][0]}, {one.metric}", one
         else:
-            rows.append((each.metric, each))
+            rows.append((one.metric, one))
     return found
 
 
@@ -431,13 +447,18 @@ def _mark(comparison: Comparison, end: float) -> Mark | None:
     return Mark(low, high, point, axis)
 
 
-def verdict_tables(comparisons: Iterable[Comparison], baseline: str) -> list[Table]:
-    """Return a table of verdicts and flips per precision that is compared with `baseline`."""
+def verdict_tables(model: ModelComparison) -> list[Table]:
+    """Return a table of verdicts and flips per precision that is compared with the baseline."""
     tables = []
-    for precision, own in _by_precision(each for each in comparisons if each.equivalence is not None).items():
-        rows = [(each.run, metrics, _flips(each), each.equivalence and each.equivalence.text) for metrics, each in own]
+    judged = [one for one in model.by_scenario if one.equivalence is not None]
+    for precision, found in _by_precision(judged).items():
+        rows = []
+        for metrics, one in found:
+            flips = one.flips and (one.flips.lost, one.flips.won, one.flips.changed)
+            counts = " : ".join(f"{count:,}" for count in flips or () if count is not None)
+            rows.append((one.run, metrics, counts, one.equivalence and one.equivalence.text))
         cells = pd.DataFrame(rows, columns=["run entry", "metric", "flips", "verdict"])
-        tables.append(Table(cells, f"{precision} against {baseline}: verdicts", num_keys=2))
+        tables.append(Table(cells, f"{precision} against {model.baseline}: verdicts", num_keys=2))
     return tables
 
 
@@ -457,38 +478,28 @@ def choice_table(choice: Choice) -> Table:
 
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
+    precisions = found.precisions
+    none = "none (1 window)" if isinstance(found, TextDivergence) else "none (1 instance)"
+    cells = {
+        "precision": [one.precision for one in precisions],
+        "tokens": [f"{one.tokens:,}" for one in precisions],
+        "perplexity": [f"×{one.ratio:.4f}" for one in precisions],
+        "95 % interval": [
+            none if one.interval is None else " … ".join(f"{end:.4f}" for end in one.interval) for one in precisions
+        ],
+        "same top": [f"{one.same_top:.1%}" for one in precisions],
+        "KL mean": [f"{one.kl.mean:.5f}" for one in precisions],
+        "KL median": [f"{one.kl.median:.5f}" for one in precisions],
+        "KL 99 %": [f"{one.kl.p99:.5f}" for one in precisions],
+    }
+    on, num_keys = "what the scores are made of", 0
     if isinstance(found, TextDivergence):
-        on, cells, num_keys = Path(found.text).name, _divergence_cells(found.precisions, "window"), 0
+        on = Path(found.text).name
     else:
-        every = [each for entry in found.entries for each in entry.precisions]
-        entries = [entry.entry for entry in found.entries for _ in entry.precisions]
-        on, cells = "what the scores are made of", {"run entry": entries, **_divergence_cells(every, "instance")}
+        cells = {"run entry": [entry.entry for entry in found.entries for _ in entry.precisions], **cells}
         num_keys = 2
         del cells["KL median"]  # of ten columns a tablet has no room
     return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {on}, nats", num_keys)
-
-
-def _divergence_cells(own: Sequence[Divergence], document: str) -> dict[str, list[str]]:
-    return {
-        "precision": [each.precision for each in own],
-        "tokens": [f"{each.tokens:,}" for each in own],
-        "perplexity": [f"×{each.ratio:.4f}" for each in own],
-        "95 % interval": [
-            f"none (1 {document})" if each.interval is None else " … ".join(f"{end:.4f}" for end in each.interval)
-            for each in own
-        ],
-        "same top": [f"{each.same_top:.1%}" for each in own],
-        "KL mean": [f"{each.kl.mean:.5f}" for each in own],
-        "KL median": [f"{each.kl.median:.5f}" for each in own],
-        "KL 99 %": [f"{each.kl.p99:.5f}" for each in own],
-    }
-
-
-def _flips(comparison: Comparison) -> str:
-    flips = comparison.flips
-    if flips is None:
-        return ""
-    return f"{flips.lost:,} : {flips.won:,}" + ("" if flips.changed is None else f" : {flips.changed:,}")
 
 
 def _positions(comparison: Comparison) -> list[float]:
@@ -509,28 +520,19 @@ def _unit(comparison: Comparison) -> str:
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
 
 
-def speeds_table(speeds: pd.DataFrame) -> Table:
-    """Return a row per precision; * marks throughputs that `reused_note` explains."""
+def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row per precision of `total_speeds`."""
     cells = {
-        "precision": list(speeds["precision"]),
-        "instances": list(map(whole_text, speeds["instances"])),
-        "tokens": list(map(whole_text, speeds["tokens"])),
-        "time": list(map(seconds_text, speeds["latency_s"])),
-        "tokens/s": [
-            f"{rate:,.0f}" + " *" * (reused > 0) for rate, reused in zip(speeds["tokens_per_s"], speeds["num_reused"])
-        ],
+        "precision": [speed["precision"] for speed in speeds],
+        "instances": [whole_text(speed["instances"]) for speed in speeds],
+        "tokens": [whole_text(speed["tokens"]) for speed in speeds],
+        "time": [seconds_text(speed["latency_s"]) for speed in speeds],
+        "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
-    return Table(pd.DataFrame(cells), num_keys=0, marks={"tokens/s": bars(speeds["tokens_per_s"])})
+    return Table(pd.DataFrame(cells), num_keys=0, marks=_speed_marks(speeds))
 
 
 # --- Cells ---
-
-
-def _change(comparison: Comparison) -> str:
-    if not math.isfinite(comparison.change):
-        return ""
-    change = _in_unit(comparison, comparison.change)
-    return f"{change} pp" if _unit(comparison) == "pp" else change
 
 
 def _in_unit(comparison: Comparison, value: float) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from flexgen_helm.report.losses import LossChange
-from flexgen_helm.report.metrics import Metric, Vector
-from flexgen_helm.report.paired import LEVEL, PairedTest
-from flexgen_helm.report.shares import equivalence_p_value, instances_needed, rounded
+from flexgen_helm.report.paired import (
+    LEVEL,
+    Change,
+    Interval,
+    PairedScores,
+    PairedTest,
+    equivalence_p_value,
+    instances_needed,
+    metric_named,
+)
 
 DEFAULT_MARGIN = 0.01
 # Of fewer, all change in one direction by chance in more than 5 % of cases: 2 x 0.5 ** 5.
@@ -54,6 +60,36 @@ class Equivalence:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A metric of a run in one precision, compared with the baseline.
+
+    instances: number of instances that both precisions have; `baseline`, `value` and the rest are over these.
+    change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
+    interval: 95 % interval of the change; None, as `test`, for one instance or a metric that is not a mean over them.
+    flips: instances whose score or answer changed; None for perplexities, where all do.
+    equivalence: the verdict; None where there is no interval, or no margin for the metric.
+    """
+
+    run: str
+    metric: str
+    precision: str
+    instances: int
+    baseline: float
+    value: float
+    kind: Change
+    change: float
+    interval: Interval | None
+    test: PairedTest | None
+    flips: Flips | None = None
+    equivalence: Equivalence | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        lower_is_better = metric_named(self.metric).scale < 0
+        return self.value > self.baseline if lower_is_better else self.value < self.baseline
+
+
+@dataclass(frozen=True)
 class SuiteEquivalence:
     """Whether a precision is equivalent to the baseline everywhere, and where it is worse.
 
@@ -69,89 +105,61 @@ class SuiteEquivalence:
     text: str
 
 
-def flips_between(
-    baseline: Vector, other: Vector, changed_answers: Callable[[], Sequence[bool] | None] = lambda: None
-) -> Flips | None:
-    """Count the instances whose score changed; None for scores that are not in [0, 1], which nearly all change.
-
-    changed_answers: returns [instances] whether the answer is another one; None if that is not known.
-    """
-    if not _are_scores(baseline, other):
-        return None
-    is_changed = changed_answers()
-    changed = None if is_changed is None else int(((other == baseline) & np.asarray(is_changed)).sum())
-    return Flips(int((other < baseline).sum()), int((other > baseline).sum()), changed)
-
-
 def equivalence(
-    metric: Metric,
-    baseline: Vector,
-    other: Vector,
-    weights: Vector,
-    test: PairedTest | None,
-    margin: float = DEFAULT_MARGIN,
-    *,
-    has_all: bool = False,
+    paired: PairedScores, test: PairedTest | None, margin: float = DEFAULT_MARGIN, *, has_all: bool = False
 ) -> Equivalence | None:
     """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
 
-    baseline, other: [instances] numerators of the metric. weights: [instances] denominators.
     has_all: the data set has no more instances.
     """
-    count = len(baseline)
+    count = len(paired.baseline)
     if count < 2:
         return None
-    if metric.numerator == "logprob":
-        change = LossChange(baseline - other, weights)
+    if paired.metric.numerator == "logprob":
         log_margin = math.log1p(margin)
-        p_value, needed = change.equivalence_p_value(log_margin), change.documents_needed(log_margin)
-        loss, unit = change.value, " %"
-    elif _are_scores(baseline, other):
-        lost, won = rounded(baseline, other)
+        p_value, needed = paired.loss.equivalence_p_value(log_margin), paired.loss.documents_needed(log_margin)
+        loss, unit = paired.loss.value, " %"
+    elif paired.are_shares:
+        lost, won = paired.rounded()
         p_value = equivalence_p_value(lost, won, count, margin)
         needed = instances_needed((lost + won + 0.5) / (count + 1), margin)
-        loss, unit = float((baseline - other).sum()), " pp"
+        loss, unit = float((paired.baseline - paired.scores).sum()), " pp"
     else:
         return None
-    differs = test is not None and test.p_value < LEVEL
     within = f"{100 * margin:g}{unit}"
+    step = 10 ** max(0, len(str(needed)) - 2)  # to two digits
+    wanted = f"about {math.ceil(needed / step) * step:,}"
+    decision: Decision = "not decided"
     if p_value <= LEVEL:
         return Equivalence(margin, p_value, "equivalent", None, f"equivalent within {within}")
-    if differs and loss:
-        decision: Decision = "worse" if loss > 0 else "better"
+    if test is not None and test.p_value < LEVEL and loss:
+        decision = "worse" if loss > 0 else "better"
         return Equivalence(margin, p_value, decision, None, decision)
     if count < _LEAST_INSTANCES:
         needed = max(needed, _LEAST_INSTANCES)
-        text = f"not decided: {count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
-        return Equivalence(margin, p_value, "not decided", needed, text)
-    if needed <= count:
-        text = f"not decided: the difference is too near to {within} for {count:,} instances"
-        return Equivalence(margin, p_value, "not decided", needed, text)
-    wanted = f"about {two_digits(needed):,}"
-    if has_all:
-        text = f"this data set cannot decide: it has {count:,} instances, and {wanted} would decide"
-        return Equivalence(margin, p_value, "cannot decide", needed, text)
-    text = f"not decided: {wanted} instances would decide if there were no difference"
-    return Equivalence(margin, p_value, "not decided", needed, text)
+        why = f"{count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
+    elif needed <= count:
+        why = f"the difference is too near to {within} for {count:,} instances"
+    elif has_all:
+        decision = "cannot decide"
+        why = f"it has {count:,} instances, and {wanted} would decide"
+    else:
+        why = f"{wanted} instances would decide if there were no difference"
+    subject = "this data set cannot decide" if decision == "cannot decide" else decision
+    return Equivalence(margin, p_value, decision, needed, f"{subject}: {why}")
 
 
-def suite_equivalence(
-    judged: Sequence[tuple[str, Equivalence, PairedTest | None, bool]], margin: float
-) -> SuiteEquivalence | None:
-    """Judge a precision over its run entries; None if there are none.
-
-    judged: entry, verdict, test, and whether its value is worse than the baseline's.
+def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
+    """Judge a precision over its run entries; judged: one comparison with a verdict of each entry, of at least one.
 
     'Equivalent everywhere' needs every entry to be equivalent, so it needs no correction: an intersection-union test
     (Berger, Technometrics 24 (1982), 295-300). 'Worse somewhere' has Holm's (Scandinavian J. of Statistics 6 (1979),
     65-70), so it is said in at most 5 % of suites without a difference.
     """
-    if not judged:
-        return None
-    entries = [entry for entry, *_ in judged]
-    equal = [entry for entry, verdict, *_ in judged if verdict.decision == "equivalent"]
-    rejected = holm([1.0 if test is None else test.p_value for _, _, test, _ in judged])
-    worse = [entry for (entry, _, _, is_worse), found in zip(judged, rejected) if found and is_worse]
+    entries = [one.run for one in judged]
+    equal = [one.run for one in judged if one.equivalence and one.equivalence.decision == "equivalent"]
+    rejected = holm([1.0 if one.test is None else one.test.p_value for one in judged])
+    worse = [one.run for one, found in zip(judged, rejected) if found and one.is_worse]
     total, within = f"{len(entries):,} run entries", f"within {100 * margin:g} % or pp"
     if len(entries) == 1:
         decision = (
@@ -170,21 +178,11 @@ def suite_equivalence(
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     """Return which hypotheses Holm's procedure rejects; at most `level` of all families have one that is true."""
     rejected = [False] * len(p_values)
-    for rank, place in enumerate(np.argsort(p_values, kind="stable")):
-        if p_values[place] > level / (len(p_values) - rank):
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        if p_values[index] > level / (len(p_values) - rank):
             break
-        rejected[place] = True
+        rejected[index] = True
     return rejected
-
-
-def _are_scores(baseline: Vector, other: Vector) -> bool:
-    return bool(((baseline >= 0) & (baseline <= 1) & (other >= 0) & (other <= 1)).all())
-
-
-def two_digits(number: int) -> int:
-    """Round up to two digits."""
-    digits = len(str(number)) - 2
-    return math.ceil(number / 10**digits) * 10**digits if digits > 0 else number
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:

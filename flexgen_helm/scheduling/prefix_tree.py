@@ -1,6 +1,6 @@
 """Which beginnings of prompts are computed once for several of them. No torch.
 
-All prompts of a run form a tree of token prefixes. Where prompts part, the tokens since the last such place become a
+All prompts of a run form a tree of token prefixes. Where prompts part, the tokens since they last did become a
 shared prefix if that saves more than it costs: every batch with users of a prefix attends to one segment more, and
 each of their tokens merges one partial result more.
 
@@ -14,7 +14,7 @@ scored it ends one token earlier: what its last token predicts is then the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_helm.models.config import ModelConfig
@@ -42,8 +42,8 @@ class Prompt:
 class PrefixNode:
     """Tokens [start, end) that prompts share.
 
-    users: places of all prompts below.
-    members: the prompts (places) and longer prefixes directly below.
+    users: indices of all prompts below.
+    members: the prompts, by index, and longer prefixes directly below.
     """
 
     end: int
@@ -86,13 +86,19 @@ class PrefixCostModel:
         return self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
 
 
-def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[PrefixNode | int]:
-    """Return a forest in which every prompt's place occurs once, the longest prompts first."""
-    order = sorted(range(len(prompts)), key=lambda place: prompts[place].tokens)
+def plan_prefixes(
+    prompts: Sequence[Prompt], cost: PrefixCostModel, numbers: Sequence[int] | None = None
+) -> list[PrefixNode | int]:
+    """Return a forest in which the number of every prompt occurs once, the longest prompts first.
+
+    numbers: of the prompts; None for their indices.
+    """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    order = sorted(range(len(prompts)), key=lambda index: prompts[index].tokens)
     roots: list[PrefixNode | int] = []
     under: dict[int, PrefixNode] = {}  # the deepest prefix of a prompt
-    path: list[tuple[PrefixNode, int]] = []  # chosen prefixes of the current place, with their last place
-    for first, last, depth in _branchings([prompts[place].tokens for place in order]):
+    path: list[tuple[PrefixNode, int]] = []  # chosen prefixes that are open, with their last prompt
+    for first, last, depth in _branchings([prompts[index].tokens for index in order]):
         while path and path[-1][1] < first:
             path.pop()
         if len(path) == MAX_DEPTH:
@@ -100,20 +106,20 @@ def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[Pref
         parent = path[-1][0] if path else None
         users = order[first : last + 1]
         end = min(depth, len(prompts[users[0]].tokens) - 1)  # of sorted prompts the first may be the whole prefix
-        if any(prompts[place].scored for place in users):
+        if any(prompts[index].scored for index in users):
             end = min(end, depth - 1)
-        prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, users)
-        theirs = [prompts[place] for place in users]
-        if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, theirs):
+        prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, [numbers[index] for index in users])
+        sharing = [prompts[index] for index in users]
+        if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, sharing):
             continue
-        if not _fits(prefix, theirs, len(path) + 1, cost):
+        if not _fits(prefix, sharing, len(path) + 1, cost):
             continue
         path.append((prefix, last))
         (parent.members if parent is not None else roots).append(prefix)
         under.update(dict.fromkeys(users, prefix))
-    for place in order:
-        (under[place].members if place in under else roots).append(place)
-    _sort(roots, prompts)
+    for index in order:
+        (under[index].members if index in under else roots).append(numbers[index])
+    _sort(roots, dict(zip(numbers, prompts)))
     return roots
 
 
@@ -155,12 +161,12 @@ def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Return the maximal runs (first, last, depth) of sorted prompts that share `depth` tokens; outer ones first."""
     runs: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # depth, first
-    for place in range(1, len(prompts) + 1):
-        depth = common_length(prompts[place - 1], prompts[place]) if place < len(prompts) else 0
-        first = place - 1
+    for end in range(1, len(prompts) + 1):
+        depth = common_length(prompts[end - 1], prompts[end]) if end < len(prompts) else 0
+        first = end - 1
         while open_ and open_[-1][0] > depth:
             deeper, first = open_.pop()
-            runs.append((first, place - 1, deeper))
+            runs.append((first, end - 1, deeper))
         if depth and (not open_ or open_[-1][0] < depth):
             open_.append((depth, first))
     return sorted(runs, key=lambda run: (run[0], -run[1]))
@@ -178,14 +184,14 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def _sort(members: list[PrefixNode | int], prompts: Sequence[Prompt]) -> None:
+def _sort(members: list[PrefixNode | int], prompts: Mapping[int, Prompt]) -> None:
     """Sort by length, longest first: neighbours share cache blocks, and what does not fit shows early."""
     longest: dict[PrefixNode | int, tuple[int, int]] = {}
     for member in members:
         if isinstance(member, PrefixNode):
             _sort(member.members, prompts)
         users = member.users if isinstance(member, PrefixNode) else [member]
-        longest[member] = max((len(prompts[place].tokens), prompts[place].steps) for place in users)
+        longest[member] = max((len(prompts[index].tokens), prompts[index].steps) for index in users)
     members.sort(key=lambda member: longest[member], reverse=True)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from operator import index
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, SchedulerLimits
+from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, PREFILL_LANES, SchedulerLimits
 from flexgen_helm.planner.policy import Schedule, Workload
 from flexgen_helm.planner.run_plan import RunSize
 from flexgen_helm.quant.precisions import CacheFormat
@@ -22,9 +23,9 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EncodedRequests:
-    """Distinct requests, each with the places that asked for it, and those that cannot be served.
+    """Distinct requests, each with the indices of those that asked for it, and those that cannot be served.
 
-    refused: place -> why.
+    refused: index -> why.
     """
 
     distinct: list[Request]
@@ -45,51 +46,50 @@ def prepare(
     refused: dict[int, Exception] = {}
     plain: dict[int, str] = {}
     rendered: dict[int, str] = {}
-    for place, request in enumerate(requests):
+    for number, request in enumerate(requests):
         try:
             _require_texts(request, tokenizer, chat)
             if chat is not None and (text := chat.render(request)) is not None:
-                rendered[place] = text
+                rendered[number] = text
             elif request.prompt is not None:
-                plain[place] = request.prompt
+                plain[number] = request.prompt
         except RequestError as error:
-            refused[place] = error
-    encoded = _encode_places(plain, tokenizer.encode_batch) if tokenizer else {}
-    encoded |= _encode_places(rendered, chat.encode_batch) if chat else {}
+            refused[number] = error
+    encoded = _encode(plain, tokenizer.encode_batch) if tokenizer else {}
+    encoded |= _encode(rendered, chat.encode_batch) if chat else {}
     distinct: dict[tuple[object, ...], Request] = {}
-    for place, request in enumerate(requests):
-        if place in refused:
+    for number, request in enumerate(requests):
+        if number in refused:
             continue
-        if chat is not None and place in rendered:
-            request = replace(request, thinking=chat.thinking(rendered[place]))
+        if chat is not None and number in rendered:
+            request = replace(request, thinking=chat.thinking(rendered[number]))
         try:
-            prepared = _prepare_one(request, encoded.get(place, request.prompt_token_ids), tokenizer)
+            prepared = _prepare_one(request, encoded.get(number, request.prompt_token_ids), tokenizer)
             _check(prepared, config, schedule)
         except RequestError as error:
-            refused[place] = error
+            refused[number] = error
             continue
-        distinct.setdefault(_identity(prepared), prepared).places.append(place)
+        distinct.setdefault(_identity(prepared), prepared).indices.append(number)
     return EncodedRequests(list(distinct.values()), refused)
 
 
 def shared_prefixes(
     requests: abc.Sequence[Request], cost: PrefixCostModel, by_completion: bool = False
 ) -> list[PrefixNode | int]:
-    """Return the forest of prompt beginnings that are worth computing once; its leaves are places in `requests`.
+    """Return the forest of prompt beginnings that are worth computing once; its leaves are indices in `requests`.
 
     by_completion: continuations of one prompt cannot attend to the cache of all of it, so each completion is a user
-        of its own; the request's place then occurs as often, one behind the other.
+        of its own; the request's index then occurs as often.
     """
-    prompts, places = [], []
-    for place, request in enumerate(requests):
+    prompts, numbers = [], []
+    for number, request in enumerate(requests):
         asked = request.request
         fed = request.tokens if asked.max_tokens else request.tokens[:-1]  # nothing follows: the last one is not fed
         prompt = Prompt(fed, asked.echo_logprobs, max(0, asked.max_tokens - 1))
         count = request.num_completions if by_completion and asked.max_tokens > 1 else 1
         prompts += [prompt] * count
-        places += [place] * count
-    forest = plan_prefixes(prompts, cost)
-    return forest if len(places) == len(requests) else _renumbered(forest, places)
+        numbers += [number] * count
+    return plan_prefixes(prompts, cost, numbers)
 
 
 def run_size(
@@ -232,18 +232,6 @@ def _expected_output(request: Request) -> int:
     return most if (group or 0) <= LONG_ANSWER_TOKENS else round(AnswerLengths().expected_tokens(group, most))
 
 
-def _renumbered(members: abc.Sequence[PrefixNode | int], places: abc.Sequence[int]) -> list[PrefixNode | int]:
-    renumbered: list[PrefixNode | int] = []
-    for member in members:
-        if isinstance(member, PrefixNode):
-            member.users = [places[user] for user in member.users]
-            member.members = _renumbered(member.members, places)
-            renumbered.append(member)
-        else:
-            renumbered.append(places[member])
-    return renumbered
-
-
 def _require_texts(request: GenerationRequest, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> None:
     """Raise `RequestError` for a request that is not valid, or has texts that this model cannot encode."""
     request.validate()
@@ -271,27 +259,19 @@ def _prepare_one(
     return prepared
 
 
-def _encode_places(
+def _encode(
     texts: Mapping[int, str], encode_batch: Callable[[list[str]], list[list[int]]]
 ) -> dict[int, list[int] | RequestError]:
-    """Return the token ids of the text at every place, or why it has none; equal texts are encoded once."""
-    encoded = _encode(list(dict.fromkeys(texts.values())), encode_batch)
-    return {place: encoded[text] for place, text in texts.items()}
-
-
-def _encode(
-    texts: list[str], encode_batch: Callable[[list[str]], list[list[int]]]
-) -> dict[str, list[int] | RequestError]:
-    """Return the token ids of every text, or why it has none (text that is not valid Unicode)."""
-    if not texts:
-        return {}
+    """Return the token ids of the text at every index, or why it has none (text that is not valid Unicode)."""
+    encoded: dict[int, list[int] | RequestError] = {}
     try:
-        return dict(zip(texts, encode_batch(texts)))
+        encoded.update(zip(texts, encode_batch([*texts.values()]) if texts else ()))
     except RequestError as error:
         if len(texts) == 1:
-            return {texts[0]: error}
-        half = len(texts) // 2
-        return _encode(texts[:half], encode_batch) | _encode(texts[half:], encode_batch)
+            return dict.fromkeys(texts, error)
+        for number, text in texts.items():
+            encoded |= _encode({number: text}, encode_batch)
+    return encoded
 
 
 def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
@@ -326,9 +306,53 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
 
 def _identity(request: Request) -> tuple[object, ...]:
     """Return what is equal for requests whose answers are equal by definition."""
-    r = request.request
-    randomness = (r.top_p, r.seed) if r.temperature else ()
-    return (
-        tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
-        r.echo_logprobs, r.ignore_eos, r.thinking, r.echo_greedy, r.top_logprobs,
-    )  # fmt: skip
+    asked = request.request
+    if not asked.temperature:
+        asked = replace(asked, top_p=1.0, seed=0)
+    known = replace(asked, prompt=None, messages=None, prompt_token_ids=tuple(request.tokens), stop=tuple(asked.stop))
+    return known, request.num_context
+
+
+# Lanes of requests, whose passes the ranks of a pipeline compute in turn.
+
+
+def into_lanes(
+    requests: abc.Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
+) -> tuple[list[list[Request]], SchedulerLimits]:
+    """Return the requests of each lane, and what a pass of one may hold. One process alone has no use for several.
+
+    There is a lane for each rank, if each has room for the longest request with a prefix of its own.
+    """
+    if schedule.is_single_pass:
+        count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
+    else:
+        step, slot = 1 + limits.step_overhead, 1 + limits.slot_overhead
+        longest = max((len(r.tokens) + max(0, r.request.max_tokens - 1) * step for r in requests), default=0) + 2 * slot
+        count = max(1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences))
+    lane_limits = replace(
+        limits,
+        cache_tokens=limits.cache_tokens // count,
+        max_sequences=max(1, limits.max_sequences // count),
+        max_windows=max(1, limits.max_windows // count),
+    )
+    return divide(requests, count), lane_limits
+
+
+def divide(requests: abc.Sequence[Request], lanes: int) -> list[list[Request]]:
+    """Return the requests of each lane: about as many tokens, and common beginnings together."""
+    order = sorted(range(len(requests)), key=lambda index: requests[index].tokens)
+    sizes = [len(requests[index].tokens) + requests[index].request.max_tokens for index in order]
+    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
+    total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
+    # A last request of no size is at the end of the last lane, not behind it.
+    lane_of = {index: min(lanes - 1, int(lanes * middle / total)) for index, middle in zip(order, middles)}
+    return [[request for i, request in enumerate(requests) if lane_of[i] == lane] for lane in range(lanes)]
+
+
+def common_limits(limits: abc.Sequence[SchedulerLimits]) -> SchedulerLimits:
+    """Return limits within which a pass fits on every rank; limits: of each rank."""
+    common = {}
+    for field in fields(SchedulerLimits):
+        pick = max if field.name.endswith("_overhead") else min
+        common[field.name] = pick(getattr(rank, field.name) for rank in limits)
+    return SchedulerLimits(**common)

@@ -6,12 +6,13 @@ The scheduler decides by numbers alone: it knows sequences and how many position
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from flexgen_helm.planner.placement import BLOCK_SEQUENCES, SchedulerLimits
+from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
@@ -80,13 +81,13 @@ class BlockLayout:
                 continue
             group, more = [block], 0
             del left[block]
-            for other in list(left):
-                widening = self._widening([*group, other], replaced)
+            for neighbour in list(left):
+                widening = self._widening([*group, neighbour], replaced)
                 # Continuations that have just branched off have nothing in the cache yet, and so no tier.
-                if other.tier == block.tier and widening is not None and widening <= room:
-                    group.append(other)
+                if neighbour.tier == block.tier and widening is not None and widening <= room:
+                    group.append(neighbour)
                     more = max(0, widening)
-                    del left[other]
+                    del left[neighbour]
             room -= more
             groups.append(group)
         return groups
@@ -337,7 +338,7 @@ class Scheduler:
             if admitted and prompt_tokens + sequence.num_pending > limits.pass_tokens:
                 break
             if sequence.needs_cache:
-                # A sequence that others read has a block of its own, because it does not decode with its neighbours.
+                # What is read by others has a block for itself, because it does not decode with its neighbours.
                 if seated and (sequence.is_shared or self._layout.is_full([*seated, sequence])):
                     taken += self._seat(seated, forecast)
                     seated = []
@@ -518,3 +519,52 @@ def _answers(sequence: Sequence) -> dict[tuple[int | None, int], int]:
     if sequence.num_continuations:
         return {(sequence.length_group, sequence.continuation_tokens): sequence.num_continuations}
     return {(sequence.length_group, sequence.remaining_steps): 1} if sequence.remaining_steps else {}
+
+
+# The work items of a pass in the order of a schedule, and the visits to weights that follow from it.
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Stage `stage` (an index into the model's stages) of batch `batch` (an index into the pass)."""
+
+    stage: int
+    batch: int
+
+
+def work_items(schedule: Schedule, num_stages: int, num_batches: int) -> list[WorkItem]:
+    """Return the items of one pass in the order of a schedule."""
+    return [WorkItem(stage, batch) for stage, batch in schedule.order(num_stages, num_batches)]
+
+
+@dataclass(frozen=True)
+class StageVisit:
+    """Uses of one stage's weights that follow each other.
+
+    uses: None for a visit of the next pass, whose batches are not known yet.
+    """
+
+    stage: int
+    uses: int | None
+
+
+def stage_visits(
+    items: SequenceOf[WorkItem], uses: SequenceOf[int], num_certain: int, another_pass: bool
+) -> Generator[StageVisit, None, None]:
+    """Yield the visits of a pass in order, for prefetching weights.
+
+    uses: how often each item uses the weights of its stage; an item without uses makes no visit.
+    num_certain: stages that every batch needs, in order: all but the head, which a shared prefix does not.
+    another_pass: another pass follows for certain, so its certain visits are yielded too.
+    """
+    stage, count = -1, 0
+    for item, num_uses in zip(items, uses):
+        if item.stage != stage:
+            if count:
+                yield StageVisit(stage, count)
+            stage, count = item.stage, 0
+        count += num_uses
+    if count:
+        yield StageVisit(stage, count)
+    if another_pass:
+        yield from (StageVisit(stage, None) for stage in range(num_certain))

@@ -1,9 +1,9 @@
 """What moves through the model: requests, their sequences, cache blocks and the batches of a pass. No torch.
 
-A request becomes one or more sequences, each a line of tokens with a cache of its own:
+A request becomes one or more sequences, lines of tokens that have caches:
 
     SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
-      PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes in place ...
+      PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes there ...
         CONTINUATION    " 4"                              ... or, with several completions, each is a sequence
 """
 
@@ -100,8 +100,8 @@ class CompletionState:
             return None
         if self._forced_from is None and tracker.is_thinking and tracker.num_thinking_tokens >= thinking.budget:
             self._forced_from = self.num_drawn
-        place = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
-        return thinking.end_ids[place] if place < len(thinking.end_ids) else None
+        step = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
+        return thinking.end_ids[step] if step < len(thinking.end_ids) else None
 
     def push(self, drawn: DrawnToken, eos_ids: Collection[int]) -> bool:
         """Append a drawn token; return whether the completion has ended."""
@@ -137,7 +137,7 @@ class Request:
     request: as the caller asked.
     tokens: the prompt as it is computed.
     num_context: leading tokens that the caller did not ask for (the BOS that an empty prompt is conditioned on).
-    places: indices in the caller's list that asked for exactly this.
+    indices: in the caller's list that asked for exactly this.
     scored: the sequences that score the prompt, outermost shared prefix first.
     num_sequences: sequences that work for this request alone and have not ended.
     length_group: `max_tokens` if answers may end before, else None (`AnswerLengths`).
@@ -153,7 +153,7 @@ class Request:
         self.request = request
         self.tokens = list(tokens)
         self.num_context = num_context
-        self.places: list[int] = []
+        self.indices: list[int] = []
         # Without tokens, and at temperature 0, all completions are the same.
         self.num_completions = 1 if request.temperature == 0.0 or not request.max_tokens else request.n
         drawn = self.num_completions if request.max_tokens else 0
@@ -176,11 +176,11 @@ class Request:
         self._batch_size = max(self._batch_size, batch_size)
 
     def results(self) -> list[GenerationResult]:
-        """Return one result for each place; the cost is split evenly among them."""
+        """Return one result for each index; the cost is split evenly among them."""
         request = self.request
         asked = tuple(self.tokens[self.num_context :])
         if self.error is not None:
-            return [GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.places]
+            return [GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.indices]
         done = [completion.result() for completion in self.completions]
         if not done:
             done = [Completion("", (), (), (), "length")]
@@ -200,7 +200,7 @@ class Request:
             # A shared prefix has as many as the user who wants most.
             found = [most[:count] for sequence in self.scored for most in sequence.prompt_top]
             top = (None, *found)[self.num_context :] if asked else ()
-        share = 1.0 / len(self.places)
+        share = 1.0 / len(self.indices)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
         cost = Cost(
@@ -214,13 +214,13 @@ class Request:
             decode_s=self._decode_s * share,
             batch_size=self._batch_size,
         )
-        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top) for _ in self.places]
+        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top) for _ in self.indices]
 
 
 class SequenceKind(enum.Enum):
     """What a sequence is for."""
 
-    PROMPT = "prompt"  # of one request: decodes in place, or continuations branch off it
+    PROMPT = "prompt"  # of one request: decodes there, or continuations branch off it
     CONTINUATION = "continuation"  # one of several completions of a prompt, whose cache it attends to
     SHARED_PREFIX = "shared prefix"  # the beginning of several prompts, computed once
 
@@ -341,7 +341,9 @@ class Sequence:
 
     @property
     def targets(self) -> list[int]:
-        """What the pending tokens predict, of the prompt."""
+        """What the pending tokens predict, of a prompt whose scores are wanted."""
+        if not (self.needs_scores and self.is_prefill):
+            return []
         behind = [] if self.next_token is None else [self.next_token]
         return self.tokens[self.num_computed + 1 : self.prompt_len] + behind
 
@@ -359,6 +361,13 @@ class Sequence:
     def remaining_steps(self) -> int:
         """Most tokens that it may still append to its cache behind its prompt."""
         return self.cache_tokens - self.num_cached
+
+    def sampling(self) -> list[SamplingParams]:
+        """Return how the next tokens are drawn, one for each completion that it draws for."""
+        if not self.num_draws:
+            return []
+        drawn = self.request.completions[self.completion : self.completion + self.num_draws]
+        return [completion.next_sampling(self.request.tokens) for completion in drawn]
 
     def preempt(self) -> None:
         """Leave the cache: all tokens so far become a prompt that is computed again."""

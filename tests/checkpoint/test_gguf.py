@@ -1,8 +1,13 @@
-"""GGUF files: written here as llama.cpp converts them, read back equal; damage refused; the wheel's real model."""
+"""GGUF files of every family, written with llama.cpp's names and rules, equal to their folder; damage refused.
+
+What the writer here believes about the format is checked by `transformers`, which reads the same files.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +16,25 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize, _rows_to_join
+from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize
+from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.models.decoder import inverse_frequencies
+from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, llama_config, save_random
 
-transformers = pytest.importorskip("transformers")
-
-HEADS, KV_HEADS, LAYERS, HIDDEN, FFN, VOCAB = 4, 2, 2, 32, 64, 37
-# Looked up before a test may change the environment.
+# The safetensors configuration says more than the file: our family's name of what the file calls llama.
+RENAMED = {"mixtral": "llama"}
+F16 = gguf.GGMLQuantizationType.F16
 
 
 @pytest.fixture(autouse=True)
@@ -33,76 +42,90 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
 
 
-def build(tied: bool = False) -> Any:
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        intermediate_size=FFN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=20,
-        tie_word_embeddings=tied,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    return model
-
-
-def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to Llama's query and key projections."""
-    split = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-    return split.swapaxes(1, 2).reshape(weights.shape)
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
 
 
-def names_in_gguf() -> dict[str, tuple[str, int | None]]:
-    """Name in transformers -> name in GGUF and, where rows are permuted, the number of heads."""
-    names: dict[str, tuple[str, int | None]] = {
-        "model.embed_tokens.weight": ("token_embd.weight", None),
-        "model.norm.weight": ("output_norm.weight", None),
-        "lm_head.weight": ("output.weight", None),
-    }
-    for i in range(LAYERS):
-        theirs, ours = f"model.layers.{i}.", f"blk.{i}."
-        names[theirs + "self_attn.q_proj.weight"] = (ours + "attn_q.weight", HEADS)
-        names[theirs + "self_attn.k_proj.weight"] = (ours + "attn_k.weight", KV_HEADS)
-        names[theirs + "self_attn.v_proj.weight"] = (ours + "attn_v.weight", None)
-        names[theirs + "self_attn.o_proj.weight"] = (ours + "attn_output.weight", None)
-        names[theirs + "mlp.gate_proj.weight"] = (ours + "ffn_gate.weight", None)
-        names[theirs + "mlp.up_proj.weight"] = (ours + "ffn_up.weight", None)
-        names[theirs + "mlp.down_proj.weight"] = (ours + "ffn_down.weight", None)
-        names[theirs + "input_layernorm.weight"] = (ours + "attn_norm.weight", None)
-        names[theirs + "post_attention_layernorm.weight"] = (ours + "ffn_norm.weight", None)
-    return names
+def stored_tensors(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """GGUF name and values of every tensor, by the gguf package's own table of names."""
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), config.num_hidden_layers
+    )
+    for theirs, tensor in model.state_dict().items():
+        values = tensor.float().numpy()
+        if theirs == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if match := re.match(
+            r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)", theirs
+        ):
+            layer, part = match.groups()
+            if part == "gate.weight":
+                yield f"blk.{layer}.ffn_gate_inp.weight", values
+            elif part == "experts.down_proj":
+                yield f"blk.{layer}.ffn_down_exps.weight", values
+            else:
+                gate, up = np.split(values, 2, axis=1)
+                yield f"blk.{layer}.ffn_gate_exps.weight", np.ascontiguousarray(gate)
+                yield f"blk.{layer}.ffn_up_exps.weight", np.ascontiguousarray(up)
+            continue
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        if arch == "llama" and re.search(r"attn_[qk]\.", name):
+            values = interleaved(values, config.num_attention_heads if "attn_q" in name else config.num_key_value_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        yield name, values
 
 
-def write(path: Path, model: Any, kind: gguf.GGMLQuantizationType, arch: str = "llama", **changes: Any) -> Path:
+def write(
+    path: Path, model: Any, arch: str = "llama", kind: gguf.GGMLQuantizationType = F16, **changes: np.ndarray | None
+) -> Path:
     """changes: GGUF tensor name (dots as __) -> array to store instead, or None to leave it out."""
+    config = model.config
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(20)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if experts := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if arch == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config))
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_dimension_count(2 * len(rope["short_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")[1])
+        for length in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
-    state = model.state_dict()
-    for theirs, (name, heads) in names_in_gguf().items():
-        if name == "output.weight" and model.config.tie_word_embeddings:
-            continue
-        values = state[theirs].detach().numpy().astype(np.float32)
-        values = permute(values, heads) if heads else values
-        values = changes.get(name.replace(".", "__"), values)
-        if values is None:
-            continue
-        stored = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
+    for name, found in stored_tensors(model, arch):
+        values = changes.get(name.replace(".", "__"), found)
+        if values is not None:
+            stored = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,30 +133,106 @@ def write(path: Path, model: Any, kind: gguf.GGMLQuantizationType, arch: str = "
     return path
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-def test_tensors_equal_the_originals_within_the_quantization(kind: str, tied: bool, tmp_path: Path) -> None:
-    model = build(tied)
-    file = write(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind])
-    model.save_pretrained(tmp_path / "safetensors")
-    original, read = open_checkpoint(tmp_path / "safetensors"), open_checkpoint(file)
+def llama3_factors(config: Any) -> np.ndarray:
+    """By how much Llama 3.1 divides each frequency, as transformers computes them."""
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    size = 2 * len(stretched)
+    plain = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    return (plain / stretched).numpy().astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """built('qwen3') -> folder of safetensors, GGUF file, model in float32."""
+    made: dict[str, tuple[Path, Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Path, Any]:
+        if name not in made:
+            arch, config, _ = GGUF_VARIANTS[name]
+            folder = tmp_path_factory.mktemp(name)
+            model = save_random(folder, config(), seed=7)
+            made[name] = folder, write(folder / "m.gguf", model, arch), model
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", GGUF_VARIANTS)
+def test_spec_and_tensors_equal_those_of_the_folder(built: Any, name: str) -> None:
+    folder, file, _ = built(name)
+    original, read = SafetensorsCheckpoint(folder), open_checkpoint(file)
+    expected = replace(
+        original.config, architecture=RENAMED.get(name, original.config.architecture), norm_plus_one=False
+    )
+    found = replace(read.config, norm_eps=expected.norm_eps)  # float32 in the file
+    if name == "llama3":
+        found, factors = replace(found, rope=expected.rope), read.config.rope
+        assert factors is not None and factors.kind == "factors"
+        ours, theirs = (inverse_frequencies(rope, expected.head_dim) for rope in (factors, expected.rope))
+        assert torch.allclose(ours, theirs, rtol=1e-5)
+    if name == "phi3-longrope":
+        assert found.rope is not None and expected.rope is not None
+        assert found.rope.magnitude == pytest.approx(expected.rope.magnitude, rel=1e-6)
+        found = replace(found, rope=replace(found.rope, magnitude=expected.rope.magnitude))
+    assert found == expected
+    assert read.config.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)
+    offset = 1.0 if original.config.norm_plus_one else 0.0
+    for tensor, shape in read.shapes.items():
+        values, wanted = read.tensor(tensor), original.tensor(tensor).float()
+        assert tuple(values.shape) == shape and values.is_contiguous()
+        # Norms are stored as 1 + w in float32, which float16 has not.
+        assert torch.equal(values.float(), wanted + offset if "norm" in tensor else wanted), tensor
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, known) in GGUF_VARIANTS.items() if known])
+def test_transformers_reads_the_same_file_to_the_same_model(built: Any, name: str) -> None:
+    """The writer above is no private dialect."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF only with accelerate")
+    from transformers import AutoModelForCausalLM
+
+    folder, file, model = built(name)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = torch.tensor([[5, 9, 77, 200, 31, 8, 60, 44, 5, 9, 100, 12, 250]])
+    with torch.no_grad():
+        assert (theirs(ids).logits - model(ids).logits).abs().max() < 2e-3
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder and its model, whose rows have a multiple of 32 elements."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return folder, save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 7)
+
+
+@pytest.fixture
+def llama(llama_folder: tuple[Path, Any]) -> Any:
+    return llama_folder[1]
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_1"])
+def test_tensors_equal_the_originals_within_the_quantization(llama_folder: Any, kind: str, tmp_path: Path) -> None:
+    folder, model = llama_folder
+    file = write(tmp_path / "m.gguf", model, kind=gguf.GGMLQuantizationType[kind])
+    original, read = open_checkpoint(folder), open_checkpoint(file)
     assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
-    assert set(read.shapes) == set(original.shapes)
-    # Of values drawn with a standard deviation of 0.3: half a step of 8 and of 4 bits over a group's range.
-    tolerance = {"F32": 0.0, "F16": 0.0, "BF16": 0.006, "Q8_0": 0.006, "Q4_1": 0.09}[kind]
-    for name, shape in read.shapes.items():
-        tensor = read.tensor(name)
-        assert tuple(tensor.shape) == shape and tensor.is_contiguous()
-        assert tensor.dtype == (read.storage_dtype if len(shape) > 1 else torch.float32)
-        assert (tensor.float() - original.tensor(name).float()).abs().max().item() <= tolerance, name
+    # Half a step over a group's range: of 8 bits twice the largest value, of 4 bits at most as much; scales in float16.
+    steps = {"F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 254 + 2**-10, "Q4_1": 1 / 15 + 2**-10}[kind]
+    for name in read.shapes:
+        tensor, expected = read.tensor(name), original.tensor(name).float()
+        assert tensor.dtype == (read.storage_dtype if tensor.ndim > 1 else torch.float32)
+        tolerance = steps * expected.abs().max().item() if tensor.ndim > 1 else 0.0
+        assert (tensor.float() - expected).abs().max().item() <= tolerance, name
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_a_plan_takes_every_name_that_a_run_takes(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType[kind])
+    file = write(tmp_path / "m.gguf", llama, kind=gguf.GGMLQuantizationType[kind])
     (tmp_path / "models.yaml").write_text("own: m.gguf\nsmall: {path: m.gguf, precision: 4bit}\n")
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
     opened = open_checkpoint(file)
@@ -144,34 +243,37 @@ def test_a_plan_takes_every_name_that_a_run_takes(
         assert json.loads(capsys.readouterr().out)["policy"]["precision"] == precision
 
 
-def test_row_tiles_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = GgufCheckpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.Q4_1))
+def test_row_tiles_give_the_same_bytes(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = GgufCheckpoint(write(tmp_path / "m.gguf", llama, kind=gguf.GGMLQuantizationType.Q4_1))
     whole = {name: read.tensor(name) for name in read.shapes}
     monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 70)
     for name, tensor in whole.items():
         assert torch.equal(tensor, read.tensor(name))
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16)
+def test_every_truncation_is_refused(llama: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", llama)
     content = file.read_bytes()
-    for cut in sorted({0, 1, 3, 4, 8, 23, 24, len(content) - 1, *(len(content) * i // 64 for i in range(64))}):
+    for cut in sorted({0, 1, 3, 4, 8, 23, 24, len(content) - 1, *(len(content) * i // 24 for i in range(24))}):
         file.write_bytes(content[:cut])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             open_checkpoint(file)
 
 
-def test_missing_tensor_wrong_shape_and_bad_values_are_named(tmp_path: Path) -> None:
-    model, kind = build(), gguf.GGMLQuantizationType.F32
+def test_missing_tensor_wrong_shape_and_bad_values_are_named(built: Any, llama: Any, tmp_path: Path) -> None:
+    file, up = tmp_path / "m.gguf", llama.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
     with pytest.raises(CheckpointError, match=r"m\.gguf lacks the tensor blk\.1\.ffn_up\.weight"):
-        open_checkpoint(write(tmp_path / "m.gguf", model, kind, blk__1__ffn_up__weight=None))
-    wrong = np.zeros((FFN, HIDDEN + 32), dtype=np.float32)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has the shape \[64, 64\].*\[64, 32\]"):
-        open_checkpoint(write(tmp_path / "m.gguf", model, kind, blk__1__ffn_up__weight=wrong))
+        open_checkpoint(write(file, llama, blk__1__ffn_up__weight=None))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has the shape"):
+        open_checkpoint(write(file, llama, blk__1__ffn_up__weight=np.hstack([up, up])))
+    mixtral = built("mixtral")[2]
+    experts = mixtral.state_dict()["model.layers.1.mlp.experts.down_proj"].numpy()
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down_exps\.weight has the shape \[3, .*asks for \[4, "):
+        open_checkpoint(write(file, mixtral, blk__1__ffn_down_exps__weight=experts[:-1]))
     for value, message in ((np.nan, "not finite"), (np.inf, "not finite"), (7e4, "too large for float16")):
-        bad = np.zeros((FFN, HIDDEN), dtype=np.float32)
+        bad = np.zeros_like(up)
         bad[5, 7] = value
-        read = open_checkpoint(write(tmp_path / "m.gguf", model, kind, blk__1__ffn_up__weight=bad))
+        read = open_checkpoint(write(file, llama, kind=gguf.GGMLQuantizationType.F32, blk__1__ffn_up__weight=bad))
         with pytest.raises(CheckpointError, match=rf"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*{message}"):
             read.tensor("layers.1.mlp.up.weight")
 
@@ -183,8 +285,10 @@ def test_missing_tensor_wrong_shape_and_bad_values_are_named(tmp_path: Path) -> 
         (99, r"the type 99, newer than the installed gguf package [\d.]+: pip install -U gguf"),
     ],
 )
-def test_types_that_cannot_be_dequantized_are_refused_at_opening(tmp_path: Path, number: int, message: str) -> None:
-    file = write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16)
+def test_types_that_cannot_be_dequantized_are_refused_at_opening(
+    llama: Any, tmp_path: Path, number: int, message: str
+) -> None:
+    file = write(tmp_path / "m.gguf", llama)
     content, name = bytearray(file.read_bytes()), b"blk.1.ffn_down.weight"  # rows of 64 elements
     kind = content.index(name) + len(name) + 4 + 2 * 8
     content[kind : kind + 4] = number.to_bytes(4, "little")
@@ -195,8 +299,8 @@ def test_types_that_cannot_be_dequantized_are_refused_at_opening(tmp_path: Path,
         open_checkpoint(file)
 
 
-def test_a_model_in_parts_is_read_whole(tmp_path: Path) -> None:
-    whole = open_checkpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16))
+def test_a_model_in_parts_is_read_whole(llama: Any, tmp_path: Path) -> None:
+    whole = open_checkpoint(write(tmp_path / "m.gguf", llama))
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for number, part in enumerate(parts):
@@ -223,9 +327,11 @@ def test_a_model_in_parts_is_read_whole(tmp_path: Path) -> None:
         open_checkpoint(parts[0])
 
 
-def test_unknown_architecture_and_foreign_files(tmp_path: Path) -> None:
+def test_unknown_architecture_and_foreign_files(llama: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", llama)
+    file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
     with pytest.raises(UnsupportedArchitectureError, match="mamba"):
-        open_checkpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16, arch="mamba"))
+        open_checkpoint(file)
     (tmp_path / "text.gguf").write_text("no model at all, but longer than a header of 24 bytes")
     with pytest.raises(CheckpointError, match=r"text\.gguf"):
         open_checkpoint(tmp_path / "text.gguf")
@@ -241,9 +347,8 @@ def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model: Path) -> No
         assert tuple(read.tensor(name).shape) == shape
 
 
+@pytest.mark.slow
 def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
-    from flexgen_helm.checkpoint.gguf_header import read_gguf_header
-
     expected = {
         t.name: (t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
         for t in gguf.GGUFReader(wheel_model).tensors
@@ -252,8 +357,8 @@ def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
     assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "F32"])
-@pytest.mark.parametrize("rows, width", [(24, 256), (7, 512), (97, 256), (33, 4096)])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "F16", "F32"])
+@pytest.mark.parametrize("rows, width", [(24, 256), (97, 256), (33, 4096)])
 def test_joined_rows_are_dequantized_alike(kind: str, rows: int, width: int, tmp_path: Path) -> None:
     """Bit for bit as the library does row by row, whatever divides the number of rows."""
     size, stored_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -263,8 +368,4 @@ def test_joined_rows_are_dequantized_alike(kind: str, rows: int, width: int, tmp
     stored = StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, (rows, width), 0, values.size)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(values.view(dtype), gguf.GGMLQuantizationType[kind])
-    found = _dequantize(stored, 0, rows, values.shape[1]).numpy()
-    np.testing.assert_array_equal(found, expected.astype(np.float32).ravel())
-    joined = _rows_to_join(rows, width)
-    assert rows % joined == 0 and joined * width <= max(width, 8192)
-    assert (joined > 1) == any(rows % number == 0 for number in range(2, 8192 // width + 1))
+    np.testing.assert_array_equal(_dequantize(stored, 0, rows).numpy(), expected.astype(np.float32).ravel())

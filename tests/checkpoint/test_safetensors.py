@@ -19,7 +19,6 @@ from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
-from flexgen_helm.models.architectures import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,7 +94,7 @@ def test_every_truncation_is_refused_when_opening(folder: Path) -> None:
     content = file.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     cuts = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1}
-    cuts |= {len(content) * i // 64 for i in range(64)}
+    cuts |= {len(content) * i // 16 for i in range(16)}
     for cut in sorted(cuts):
         file.write_bytes(content[:cut])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -105,47 +104,12 @@ def test_every_truncation_is_refused_when_opening(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_truncation_of_one_shard_names_the_shard(tmp_path: Path) -> None:
-    save_model(tmp_path / "m", max_shard_size="6KB")
-    shard = sorted((tmp_path / "m").glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=shard.name):
-        open_checkpoint(tmp_path / "m")
-
-
 def test_a_file_that_changes_after_opening_is_refused_when_read(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
         checkpoint.tensor("head.norm.weight")
-
-
-@pytest.mark.parametrize(
-    ("shard", "message"),
-    [
-        ("absent.safetensors", "absent.safetensors, which is missing"),
-        ("../outside.safetensors", "outside the folder"),
-        ("a/../../outside.safetensors", "outside the folder"),
-        ("/etc/hostname", "outside the folder"),
-        ("..\\outside.safetensors", "outside the folder"),
-    ],
-)
-def test_index_may_name_only_files_of_the_folder(folder: Path, shard: str, message: str) -> None:
-    shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
-    (folder / "model.safetensors").rename(folder / "part.safetensors")
-    index = {"weight_map": {"model.norm.weight": shard, "lm_head.weight": "part.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(folder)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
-def test_unusable_index_is_refused(folder: Path, content: str) -> None:
-    (folder / "model.safetensors").rename(folder / "part.safetensors")
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"index\.json"):
-        open_checkpoint(folder)
 
 
 def test_missing_tensor_is_named(folder: Path) -> None:
@@ -174,22 +138,6 @@ def test_integer_weights_are_refused(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_value_that_is_not_finite_names_file_and_tensor(folder: Path, value: float, dtype: torch.dtype) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
-        tensors["model.layers.0.self_attn.v_proj.weight"][3, 2] = value
-
-    edit_weights(folder, change)
-    checkpoint = open_checkpoint(folder)
-    checkpoint.tensor("layers.0.attn.k.weight")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor model\.layers\.0\.self_attn\.v_proj"):
-        checkpoint.tensor("layers.0.attn.v.weight")
-    with pytest.raises(CheckpointError, match="not finite"):
-        checkpoint.verify()
-
-
 @pytest.mark.parametrize(("value", "fits"), [(65519.0, True), (-65519.0, True), (65520.0, False), (-1e5, False)])
 def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(
     folder: Path, value: float, fits: bool
@@ -211,13 +159,6 @@ def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(
             checkpoint.tensor("head.norm.weight")
 
 
-def test_code_named_by_the_config_is_never_run(folder: Path) -> None:
-    (folder / "modeling_evil.py").write_text("open(__file__ + '.ran', 'w').close()\nraise SystemExit('ran')\n")
-    edit_config(folder, auto_map={"AutoConfig": "modeling_evil.C", "AutoModelForCausalLM": "modeling_evil.M"})
-    open_checkpoint(folder).verify()
-    assert not (folder / "modeling_evil.py.ran").exists()
-
-
 def sentinel(folder: Path) -> Path:
     """Put code into the folder that every `auto_map` there names; returns the file that it would leave."""
     (folder / "evil.py").write_text("open(__file__ + '.ran', 'w').close()\nclass C: pass\nM = T = C\n")
@@ -229,25 +170,10 @@ def sentinel(folder: Path) -> Path:
     return folder / "evil.py.ran"
 
 
-def published_phi3() -> dict[str, Any]:
-    """Phi-3 as Microsoft publishes it: an architecture that is ours or is not, with an `auto_map` beside it."""
-    return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-
-
-def test_an_architecture_of_ours_is_loaded_by_our_code_whatever_auto_map_says(folder: Path) -> None:
+def test_code_named_by_the_config_is_never_run(folder: Path) -> None:
     ran = sentinel(folder)
-    before = {name: open_checkpoint(folder).tensor(name) for name in ("embed.tokens.weight", "head.norm.weight")}
-    (folder / "evil.py").unlink()
-    edit_config(folder, auto_map=None)
-    for name, tensor in before.items():
-        assert torch.equal(open_checkpoint(folder).tensor(name), tensor)
-    assert not ran.exists()
-
-
-@pytest.mark.skipif("phi3" not in ARCHITECTURES, reason="Phi-3 is not among the families")
-def test_phi3_as_published_is_ours(folder: Path) -> None:
-    ran = sentinel(folder)
-    edit_config(folder, **published_phi3())
+    open_checkpoint(folder).verify()
+    edit_config(folder, architectures=["Phi3ForCausalLM"], model_type="phi3")  # as Microsoft publishes it
     assert read_config(folder)[0].name == "phi3"
     assert not ran.exists()
 
@@ -258,16 +184,6 @@ def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder: Pat
     with pytest.raises(UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run") as caught:
         open_checkpoint(folder)
     assert caught.value.exit_code == 2 and not ran.exists()
-
-
-def test_code_of_a_tokenizer_is_never_run(folder: Path) -> None:
-    from flexgen_helm.tokenizer.tokenizer import Tokenizer
-
-    ran = sentinel(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(FlexgenError):
-        Tokenizer.from_path(folder)
-    assert not ran.exists()
 
 
 def test_the_code_would_run_where_it_is_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,12 +220,12 @@ def test_pickled_weights_are_refused_with_the_command_to_use(folder: Path, name:
 
 def test_folder_without_weights_or_with_too_many(folder: Path) -> None:
     file = folder / "model.safetensors"
-    other = file.rename(folder / "weights.safetensors")
+    weights = file.rename(folder / "weights.safetensors")
     open_checkpoint(folder).verify()
-    shutil.copy(other, folder / "more.safetensors")
+    shutil.copy(weights, folder / "more.safetensors")
     with pytest.raises(CheckpointError, match="2 safetensors files"):
         open_checkpoint(folder)
-    other.unlink()
+    weights.unlink()
     (folder / "more.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights"):
         open_checkpoint(folder)
@@ -349,14 +265,14 @@ def test_config_problems_are_named(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["model.safetensors", "config.json"]), data=st.data())
 def test_damaged_bytes_never_raise_anything_but_our_errors(folder: Path, name: str, data: st.DataObject) -> None:
     file = folder / name
     content = file.read_bytes()
-    place = st.integers(0, min(len(content), 4000) - 1)
+    offsets = st.integers(0, min(len(content), 4000) - 1)
     damaged = bytearray(content)
-    for at, value in data.draw(st.dictionaries(place, st.integers(0, 255), min_size=1, max_size=8)).items():
+    for at, value in data.draw(st.dictionaries(offsets, st.integers(0, 255), min_size=1, max_size=8)).items():
         damaged[at] = value
     file.write_bytes(bytes(damaged))
     try:

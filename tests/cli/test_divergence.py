@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from flexgen_helm import Engine, GenerationRequest, cli
+from flexgen_helm import cli
 from flexgen_helm.engine.divergence import ComparedPrompts
-from flexgen_helm.engine.exchange import Exchange
-from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.plugin import run_answers
 from tests.helpers.suites import accuracies, write_run
 
@@ -26,7 +23,7 @@ def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
     model = tiny("llama")
     argv = command(model, tmp_path, "--precision", "8bit,fp16,4bit", "--rows", "50", "--json")
     assert cli.main(argv) == 0
-    by_precision = {each["precision"]: each for each in json.loads(capsys.readouterr().out)["precisions"]}
+    by_precision = {row["precision"]: row for row in json.loads(capsys.readouterr().out)["precisions"]}
     assert [*by_precision] == ["8bit", "4bit"]
     for precision, found in by_precision.items():
         plain = ["perplexity", *argv[1:6], "--json", "--precision"]
@@ -74,13 +71,3 @@ def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monke
     assert "  3 tokens, exact" in shown.out
     compared["answered"] = compared["silent"]
     assert cli.main(argv) == 2 and "no answer of small in " in capsys.readouterr().err
-
-
-def test_other_ranks_keep_their_logits(tiny, monkeypatch):
-    monkeypatch.setattr(Exchange, "is_whole", False)
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        engine._exchange.rank = Rank(0, 2, 0, 2)
-        with pytest.raises(UsageError, match="the model is on 2 ranks; take one process"):
-            engine.run([GenerationRequest(prompt_token_ids=[5, 6])], on_logits=lambda tokens, logits: None)
-        engine._exchange.rank = Rank(0, 1, 0, 1)
-        monkeypatch.undo()

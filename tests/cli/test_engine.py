@@ -12,7 +12,6 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.cli.perplexity import windows
 from flexgen_helm.engine.engine import Engine
-from flexgen_helm.errors import Interrupted
 from tests.helpers.chat_models import add_template
 
 
@@ -33,10 +32,8 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
         "",
         {"prompt_token_ids": [5, 6, 7], "max_tokens": 0, "echo_logprobs": True},
         {"prompt": "the", "max_tokens": "4"},
-        {"prompt": "the", "max_tokens": True},
         {"prompt": "the", "stop": "."},
         {"prompt": "the", "prompt_token_ids": [1]},
-        "[1]",
         {"prompt": "the", "max_tokens": 1000},
         {"prompt": "the", "temperature": 1.0, "n": 3, "seed": 3, "max_tokens": 3, "top_p": None},
         '{"prompt": "the", "temperature": NaN}',
@@ -48,17 +45,8 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
     assert code == 1
     found = read_lines(out)
     assert len(found) == len(lines) - 1  # a blank line asks nothing
-    errors = {
-        2: "JSON",
-        3: "colour",
-        6: "integer",
-        7: "integer",
-        8: "stop must be a valid array",
-        9: "exactly one",
-        10: "object",
-        11: "window",
-    }
-    errors[13] = "NaN"
+    errors = {2: "JSON", 3: "colour", 6: "integer", 7: "stop must be a valid array", 8: "exactly one", 9: "window"}
+    errors[11] = "NaN"
     numbers = [number for number, line in enumerate(lines, start=1) if line]
     for number, line in zip(numbers, found):
         assert set(line) == {"completions", "prompt_token_ids", "prompt_logprobs", "error"}
@@ -67,7 +55,7 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
             assert line["completions"] == []
         else:
             assert line["error"] is None
-    first, scored, sampled = found[0], found[3], found[10]
+    first, scored, sampled = found[0], found[3], found[8]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         assert first["prompt_token_ids"] == engine.tokenizer.encode("the quick")
         assert first["completions"][0]["text"] == engine.tokenizer.decode(first["completions"][0]["token_ids"])
@@ -76,10 +64,10 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
     assert len(sampled["completions"]) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.jsonl"]
     captured = capsys.readouterr()
-    assert captured.out == "" and "9 of 12 requests failed" in captured.err
+    assert captured.out == "" and "7 of 10 requests failed" in captured.err
 
 
-def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, monkeypatch, capsys):
+def test_generate_renders_chats(tiny, tmp_path, capsys):
     folder = add_template(tiny("llama").path, tmp_path / "model")
     content = "the quick"
     parts = [{"type": "text", "text": content}]
@@ -106,36 +94,12 @@ def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, m
     assert read_lines(out)[0]["prompt_token_ids"] == rendered
     assert "go through its chat template (auto: the tokenizer has one)" in capsys.readouterr().err
 
-    # Lines of an interrupted call are taken over under its own settings only.
-    asked.write_text("\n".join(asked.read_text().splitlines()[:2]))
-    whole, asked_for = Engine.run, []
-
-    def stop_after_one(self, requests, *, on_result):
-        asked_for.append(len(requests))
-        whole(self, requests[:1], on_result=on_result)
-        raise Interrupted("interrupted")
-
-    monkeypatch.setattr(Engine, "run", stop_after_one)
-    for settings in (
-        [],
-        ["--chat-template", "auto"],
-        ["--chat-template", "auto", "--chat-template-kwargs", '{"a": 1}'],
-    ):
-        assert cli.main([*command, *settings]) == 130
-    assert asked_for == [2, 2, 2]
-    assert cli.main([*command, "--chat-template", "auto"]) == 130 and asked_for[-1] == 1
-
 
 def test_generate_reads_stdin_and_writes_stdout(tiny, monkeypatch, capsys):
     content = b'{"prompt": "the quick", "max_tokens": 2}\n\n{"prompt": "fox", "max_tokens": 1}'
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert cli.main(["generate", str(tiny("opt").path), "--prompts", "-"]) == 0
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 2
-
-
-def test_generate_of_nothing_is_nothing(tiny, tmp_path, capsys):
-    assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(write_lines(tmp_path / "in", []))]) == 0
-    assert capsys.readouterr().out == ""
 
 
 def test_dummy_weights_need_no_tokenizer(tiny, tmp_path, capsys):
@@ -148,15 +112,14 @@ def test_dummy_weights_need_no_tokenizer(tiny, tmp_path, capsys):
     assert len(good["completions"][0]["token_ids"]) == 2 and "tokenizer" in bad["error"]
 
 
-@pytest.mark.parametrize("error", [Interrupted("interrupted"), KeyboardInterrupt()])
-def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch, error):
+def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch):
     asked = write_lines(tmp_path / "in", [{"prompt": "the quick", "max_tokens": k} for k in (1, 5)])
     out = tmp_path / "out.jsonl"
     whole = Engine.run
 
     def run(self, requests, *, on_result):
         whole(self, requests[:1], on_result=on_result)
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "run", run)
     assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]) == 130
@@ -195,7 +158,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_loads(tiny
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("window, max_windows", [(16, None), (16, 2), (7, None), (96, None)])
+@pytest.mark.parametrize("window, max_windows", [(16, 2), (7, None), (96, None)])
 def test_perplexity_equals_transformers(tiny, tmp_path, capsys, window, max_windows):
     model = tiny("llama")
     text = "the quick brown fox jumps over the lazy dog. question: answer: it was\n" * 3
@@ -228,9 +191,3 @@ def test_perplexity_of_what_cannot_be_scored_is_refused(tiny, tmp_path, capsys, 
     argv = ["perplexity", str(tiny("llama").path), "--text", str(tmp_path / "text"), "--window", str(window)]
     assert cli.main(argv) == 2
     assert why in capsys.readouterr().err
-
-
-def test_perplexity_for_people(tiny, tmp_path, capsys):
-    (tmp_path / "text").write_text("the quick brown fox")
-    assert cli.main(["perplexity", str(tiny("opt").path), "--text", str(tmp_path / "text"), "--window", "8"]) == 0
-    assert capsys.readouterr().out.startswith("perplexity ")

@@ -58,18 +58,6 @@ def test_helm_can_run_every_entry(
             assert specs[0].scenario_spec.class_name.startswith("helm.")
 
 
-@pytest.mark.slow
-def test_what_needs_nothing_generates_its_instances(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With the network refused, and in an empty folder."""
-    for entry, row in rows(capsys).items():
-        if row["needs"] != "nothing" or entry == "simple_mcqa_scored":  # the same scenario as simple_mcqa
-            continue
-        spec = construct_run_specs(parse_object_spec(with_model(entry)))[0].scenario_spec
-        scenario = get_class_by_name(spec.class_name)(**spec.args)
-        assert scenario.get_instances(str(tmp_path / "empty")), entry
-    assert not (tmp_path / "empty").exists()
-
-
 def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     by_default, found = rows(capsys), rows(capsys, "--all")
     leaderboards = {row["source"] for row in found.values()} - {row["source"] for row in by_default.values()}
@@ -87,9 +75,9 @@ def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_default, own = rows(capsys), run_entries.own_run_specs()
-    assert own and own <= {entry.partition(":")[0] for entry in by_default}
-    monkeypatch.setattr(run_entries, "own_run_specs", lambda: own | {"brand_new"})
+    by_default, ours = rows(capsys), run_entries.own_run_specs()
+    assert ours and ours <= {entry.partition(":")[0] for entry in by_default}
+    monkeypatch.setattr(run_entries, "own_run_specs", lambda: ours | {"brand_new"})
     (added,) = set(rows(capsys)) - set(by_default)
     assert added == "brand_new" and rows(capsys)[added]["source"] == "flexgen_helm"
 

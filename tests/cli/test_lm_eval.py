@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import time
 
 import pytest
 
 from flexgen_helm import cli
-from tests.helpers.forks import python
-from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PROGRAM, SUMS, close, invented_tasks, leave_out_others
-from tests.helpers.paths import ROOT
-from tests.helpers.shares import only_whole
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, SUMS, invented_tasks, leave_out_others
 
 
 @pytest.fixture(scope="module")
@@ -87,64 +79,15 @@ def test_data_that_must_come_from_the_hub_is_named_with_the_guide(tiny, tmp_path
 
 
 def test_a_missing_harness_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
-    monkeypatch.setattr("flexgen_helm.cli.lm_eval.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_helm.cli.serve.find_spec", lambda name: None)
     assert cli.main(["lm-eval"]) == 2
     assert "pip install 'flexgen-helm[lm-eval]'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
-    def started(home, out):
-        environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
-        command = arguments(tiny("llama").path, tasks, out, LAST_WORD, SUMS)
-        return subprocess.Popen(
-            [*python("all"), "-c", PROGRAM, *command], cwd=ROOT, env=environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+def test_an_interruption_says_how_to_go_on(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
 
-    undisturbed = started("a", tmp_path / "undisturbed")
-    assert undisturbed.communicate(timeout=240) and undisturbed.returncode == 0
-    process, stored, deadline = started("b", tmp_path / "out"), tmp_path / "b" / "journal", time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < deadline and not any(stored.glob("*")):
-        time.sleep(0.002)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    if number == signal.SIGINT and process.returncode:  # else it was done before
-        assert process.returncode == 130 and "the same command computes the rest" in errors.splitlines()[-1]
-    again = started("b", tmp_path / "again")  # another folder, as the first may have ended before the signal
-    _, errors = again.communicate(timeout=240)
-    assert again.returncode == 0, errors
-    one, other = results(tmp_path / "undisturbed"), results(tmp_path / "again")
-    assert close(other["results"], one["results"])
-    assert close(samples(tmp_path / "again"), samples(tmp_path / "undisturbed"))
-
-
-@only_whole
-def test_killed_at_ten_random_moments_it_goes_on(tiny, tasks, tmp_path):
-    def started(home, out):
-        environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
-        command = arguments(tiny("llama").path, tasks, out, LAST_WORD, CHOICES, SUMS)
-        return subprocess.Popen(
-            [*python("all"), "-c", PROGRAM, *command], cwd=ROOT, env=environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    assert started("first", tmp_path / "first").wait(timeout=240) == 0  # starts the process that forks, too
-    began = time.monotonic()
-    assert started("home", tmp_path / "undisturbed").wait(timeout=240) == 0
-    took, draw, killed, stored = time.monotonic() - began, random.Random(10), 0, 0
-    expected = results(tmp_path / "undisturbed")["results"], samples(tmp_path / "undisturbed")
-    for point in range(10):
-        home, out = f"home{point}", tmp_path / f"out{point}"
-        process = started(home, out)
-        time.sleep(draw.uniform(0.3, 0.98) * took)
-        killed += process.poll() is None
-        process.kill()
-        process.wait(timeout=30)
-        time.sleep(0.2)  # the fork ends a moment after its launcher
-        stored += any((tmp_path / home / "journal").glob("*.sqlite"))
-        again = tmp_path / f"again{point}"  # the first may have been done before
-        assert started(home, again).wait(timeout=240) == 0
-        assert close((results(again)["results"], samples(again)), expected)
-    assert killed >= 5 and stored >= 2  # some while they computed
+    monkeypatch.setattr("flexgen_helm.harnesses.lm_eval.run_command", interrupted)
+    assert cli.main(["lm-eval", "--tasks", LAST_WORD]) == 130
+    assert "the same command computes the rest" in capsys.readouterr().err

@@ -168,15 +168,6 @@ def test_what_fits_is_said_in_words(capsys: pytest.CaptureFixture[str], monkeypa
     assert "The GPU has 14 GiB" in " ".join(lines)
 
 
-def test_names_are_whole_on_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["models", "mixtral"]) == 0
-    out = capsys.readouterr().out
-    assert "mixtral-8x7b-instruct-v0.1 " in out and "…" not in out
-
-
 def test_a_gpu_counts_if_the_saved_profile_knows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import SavedProfile, save

@@ -13,36 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm import __version__, cli
-from flexgen_helm.cli import console
 from flexgen_helm.cli.app import app
-from flexgen_helm.cli.engine_flags import complete_dummy_weights, to_arguments
+from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
-from flexgen_helm.files import replace_text, size_argument, spelled_duration
+from flexgen_helm.files import size_argument, spelled_duration
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.flags import options_of, record_suites
 from tests.helpers.small_disks import read_only
 
-COMMANDS = [
-    "",
-    "run",
-    "generate",
-    "perplexity",
-    "divergence",
-    "batch",
-    "plan",
-    "models",
-    "entries",
-    "fetch",
-    "convert",
-    "doctor",
-    "bench",
-]
 
-
-@pytest.mark.fast(4)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("command", ["", "run", "divergence", "plan", "doctor", "bench"])
 def test_help_imports_nothing_heavy(command):
     code = (
         "import sys\nfrom flexgen_helm.cli import main\n"
@@ -54,7 +37,7 @@ def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Usage: flexgen-helm" in done.stdout and "\x1b[" not in done.stdout
-    if command in ("run", "generate", "perplexity", "divergence", "batch", "bench"):
+    if command in ("run", "divergence", "bench"):
         for flag in ("--precision", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
             assert flag in done.stdout
     assert "kv-dtype" not in done.stdout  # every value of it is refused
@@ -69,24 +52,15 @@ def test_version(capsys):
     "text, size",
     [
         ("0", 0),
-        ("1000B", 1000),
-        ("8GiB", 8 << 30),
         ("8 gib", 8 << 30),
         ("8GB", 8 * 10**9),
         ("1.5MiB", 3 << 19),
         ("2kB", 2000),
-        ("1TiB", 1 << 40),
-        ("123456789012345678901B", 123456789012345678901),
+        ("12345678901B", 12345678901),
     ],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "8G", "-1", "8 gigs", "1e9", "8GiB!", "nan"])
-def test_what_is_no_size_says_how_to_write_one(text):
-    with pytest.raises(ValueError, match="8GiB"):
-        parse_size(text)
 
 
 ALL_FLAGS = [
@@ -127,43 +101,25 @@ def test_a_size_as_flags_take_it_is_exact(num_bytes):
     assert parse_size(size_argument(num_bytes)) == num_bytes
 
 
-@given(st.integers(1, 2000), st.integers(1, 50), st.lists(st.integers(0, 10000), min_size=6, max_size=6))
-def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
-    gpu, cpu = parts[:3], [min(part, 10000 - other) for other, part in zip(parts[:3], parts[3:])]
-    policy = Policy(batch, batches, *(share / 10000 for pair in zip(gpu, cpu) for share in pair))
-    parsed = Policy.parse(str(policy))
-    assert (parsed.gpu_batch_size, parsed.num_gpu_batches) == (batch, batches)
-    assert parsed.fractions == pytest.approx(policy.fractions, abs=1e-12)
+def test_a_duration_has_two_units_that_people_can_picture():
+    assert [spelled_duration(seconds) for seconds in (4.21, 559, 2_010_120)] == ["4.21 s", "9 min 19 s", "23 d 6 h"]
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(4.21, "4.21 s"), (559, "9 min 19 s"), (99_480, "27 h 38 min"), (2_010_120, "23 d 6 h")]
-)
-def test_a_duration_has_two_units_that_people_can_picture(seconds, text):
-    assert spelled_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [(own, f"{own}GiB or {own}MiB") for own in ("8", "1000", "1.5")] + [("8589934592", "8589934592B")],
-)
-def test_a_size_without_a_unit_is_asked_for_one(text, written):
-    with pytest.raises(ValueError, match=f"has no unit; write {written}$"):
+    "text, why",
+    [("1.5", "has no unit; write 1.5GiB or 1.5MiB$"), ("8589934592", "no unit; write 8589934592B$"), ("-1", "8GiB"),
+     ("8 gigs", "8GiB"), ("nan", "8GiB")],
+)  # fmt: skip
+def test_what_is_no_size_says_how_to_write_one(text, why):
+    with pytest.raises(ValueError, match=why):
         parse_size(text)
     assert parse_size(1000) == 1000  # Python's own numbers are bytes
 
 
-@pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])
+@pytest.mark.parametrize("link", ["12", "a,b", "0,1", "nan,1"])
 def test_a_bad_link_is_refused(link):
     with pytest.raises(UsageError, match="12,12"):
         options_of("--link", link)
-
-
-def test_the_seed_of_dummy_weights_is_optional():
-    assert complete_dummy_weights(["x", "--dummy-weights"]) == ["x", "--dummy-weights=0"]
-    assert complete_dummy_weights(["--dummy-weights", "--json"]) == ["--dummy-weights=0", "--json"]
-    assert complete_dummy_weights(["--dummy-weights", "7"]) == ["--dummy-weights", "7"]
-    assert complete_dummy_weights(["--dummy-weights=7", "opt-125m"]) == ["--dummy-weights=7", "opt-125m"]
 
 
 @pytest.mark.parametrize(
@@ -171,21 +127,12 @@ def test_the_seed_of_dummy_weights_is_optional():
     [
         ["nonsense"],
         ["generate", "opt-125m"],
-        ["generate", "opt-125m", "--prompts", "no-such-file"],
         ["generate", "opt-125m", "--prompts", os.devnull, "--gpu-memory", "lots"],
-        ["generate", "opt-125m", "--prompts", os.devnull, "--max-latency", "3"],
         ["generate", "opt-125m", "--prompts", os.devnull, "--precision", "4bit"],
-        ["generate", "opt-125m", "--prompts", os.devnull, "--device", "sim"],
-        ["generate", "opt-125m", "--prompts", os.devnull, "--policy", "1x1,50"],
         ["generate", "no-such-model", "--prompts", os.devnull],
-        ["perplexity", "opt-125m", "--text", "no-such-file", "--window", "8"],
         ["perplexity", "opt-125m", "--text", os.devnull, "--window", "1"],
-        ["run"],
-        ["run", "-r", "x", "--dummy-weights"],
         ["fetch", "no-such-model"],
-        ["models", "no-such-model"],
         ["models", "--json", "--csv"],
-        ["bench", "no-such-benchmark"],
         ["bench", "clients", "--device", "cpu"],
     ],
 )
@@ -295,13 +242,6 @@ def test_errors_become_a_sentence_and_an_exit_code(monkeypatch, capsys, error, c
     assert isinstance(error, KeyboardInterrupt) or "the shard is gone" in err
 
 
-def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):
-    fail_with(monkeypatch, ZeroDivisionError("where"))
-    monkeypatch.setenv("FLEXGEN_HELM_DEBUG", "1")
-    assert cli.main(["fetch", "x"]) == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
     assert cli.main(["fetch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
@@ -323,7 +263,7 @@ def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatc
     assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
 
 
-@pytest.mark.parametrize("flags", [["--measure"], ["--prompt-len", "9"], ["--gen-len", "9"]])
+@pytest.mark.parametrize("flags", [["--measure"], ["--gen-len", "9"]])
 def test_flags_of_bench_paper_are_refused_elsewhere(monkeypatch, capsys, flags):
     import flexgen_helm.benchmarks
 
@@ -333,7 +273,7 @@ def test_flags_of_bench_paper_are_refused_elsewhere(monkeypatch, capsys, flags):
     assert cli.main(["bench", "kernels", *flags]) == 2
     assert "bench kernels has no --measure" in capsys.readouterr().err and not asked
     assert cli.main(["bench", "paper", *flags]) == 0
-    assert (asked[0].measure, asked[0].prompt_len or asked[0].gen_len) in ((True, None), (False, 9))
+    assert (asked[0].measure, asked[0].gen_len) in ((True, None), (False, 9))
 
 
 def test_the_help_of_bench_names_every_benchmark(capsys):
@@ -342,12 +282,6 @@ def test_the_help_of_bench_names_every_benchmark(capsys):
     assert cli.main(["bench", "--help"]) == 0
     listed = capsys.readouterr().out.split("Benchmarks:")[1].split("Arguments")[0]
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("   ") and line.strip()} == set(KNOWN)
-
-
-@pytest.mark.parametrize("command, extra", [("serve", "flexgen-helm[serve]"), ("lm-eval", "flexgen-helm[lm-eval]")])
-def test_help_shows_brackets(capsys, command, extra):
-    assert cli.main([command, "--help"]) == 0
-    assert extra in capsys.readouterr().out
 
 
 def test_run_passes_on_what_is_not_ours(monkeypatch):
@@ -360,46 +294,11 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
         return suite.SuiteOutcome(1)
 
     monkeypatch.setattr(suite, "run_suite", run_suite)
-    argv = [
-        "-r",
-        "simple_mcqa:model=flexgen/opt-125m",
-        "gsm",
-        "-m",
-        "5",
-        "--device",
-        "cpu",
-        "--suite",
-        "s",
-        "-n4",
-        "--cpu-memory=1GB",
-        "-o",
-        "out",
-    ]
-    assert cli.main(["run", *argv]) == 1
+    helms = ["-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert cli.main(["run", *helms[:5], "--device", "cpu", *helms[5:], "--cpu-memory=1GB"]) == 1
     passed, options = calls[0]
-    assert passed == ["-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert passed == helms
     assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    target = tmp_path / "x.json"
-    target.write_text("old")
-    with pytest.raises(UnicodeEncodeError):
-        replace_text(target, "\ud800")
-    assert target.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
-    replace_text(target, "new")
-    assert target.read_text() == "new" and os.listdir(tmp_path) == ["x.json"]
-
-
-def test_a_table_is_for_people_and_csv_for_programs(capsys, monkeypatch):
-    pandas = pytest.importorskip("pandas")
-    monkeypatch.setenv("COLUMNS", "80")
-    frame = pandas.DataFrame([{"label": "a [b]", "time_s": 1.23456789}, {"label": "c", "time_s": None}])
-    console.print_table(frame)
-    table = capsys.readouterr().out
-    assert "time s" in table and "a [b]" in table and "1.2346" in table and "nan" not in table
-    console.print_csv(frame)
-    assert capsys.readouterr().out == "label,time_s\na [b],1.23456789\nc,\n"
 
 
 def test_bench_prints_a_table_or_csv(monkeypatch, capsys):

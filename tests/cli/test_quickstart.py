@@ -31,5 +31,5 @@ def test_the_second_part_is_announced(
     assert cli.main(["quickstart", "-o", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     parts = ("In two parts: then 3 pages of WikiText-2", "\nall\n", "Part two: 3 pages of WikiText-2.", "\nwikitext\n")
-    places = [said.index(part) for part in parts]
-    assert places == sorted(places)
+    positions = [said.index(part) for part in parts]
+    assert positions == sorted(positions)

@@ -9,17 +9,10 @@ import pytest
 
 from flexgen_helm.progress import (
     Event,
-    Message,
-    ModelInUse,
-    PlanLine,
-    Progress,
     ProgressPhase,
-    describe,
     observed_by,
-    report,
     watched,
 )
-from flexgen_helm.request import Progress as PublicProgress
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.terminal import Session, run_in_terminal
@@ -89,13 +82,6 @@ def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
     assert session.last.splitlines() == ["the machine is busy", "data", "the end"]
 
 
-def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
-    command = [*python("plan"), "-c", EVENTS, str(tmp_path / "log")]
-    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, columns=40)
-    assert session.exit_code == 0 and session.shown("opt-30b")
-    assert session.last.splitlines() == ["the machine is busy", "the end"], "wrapped lines stay behind"
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("has_log", [True, False])
 def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bool, tmp_path: Path) -> None:
@@ -109,14 +95,6 @@ def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bo
     assert not any(text in done.stderr for text in NOISE)
 
 
-def test_a_message_that_nobody_observes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    report(Message("the disk is slow"))
-    assert caplog.messages == ["the disk is slow"]
-    with observed_by(lambda event: None):
-        report(Message("seen"))
-    assert caplog.messages == ["the disk is slow"]
-
-
 def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
     (tmp_path / "before").write_bytes(bytes(1000))
     seen: list[Event] = []
@@ -126,15 +104,6 @@ def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
     amounts = [stage.done for stage in seen if isinstance(stage, ProgressPhase)]
     assert amounts[0] == 0 and amounts[-1] == 800 and amounts == sorted(amounts)
     assert any(0 < amount < 800 for amount in amounts)
-
-
-def test_progress_is_described_without_empty_parts() -> None:
-    assert describe(Progress(0.0, 3928, 0, 30, 0.0)) == (
-        "0 of about 3,928 tokens, 0 of 30 requests, 0 tokens/s, time left not known yet"
-    )
-    assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of about 3,928 tokens, 1 of 1 req")
-    assert describe(ProgressPhase("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
-    assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
 
 
 PRECISIONS = """
@@ -196,36 +165,3 @@ def test_a_dumb_terminal_gets_the_lines_of_a_pipe(tmp_path: Path) -> None:
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)})
     assert session.exit_code == 0 and "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in session.last
     assert "starting HELM" in session.last and session.last.splitlines()[-1] == "the end" and "━" not in session.last
-
-
-BUSY = """
-import sys, threading
-from flexgen_helm.cli import screen
-from flexgen_helm.progress import Message, ProgressPhase, report
-
-screen._REFRESHES_PER_S, screen._PANEL_AFTER_S = 1000, 0.0
-
-def work(number):
-    for done in range(300):
-        report(ProgressPhase("convert", str(number), done, 300))
-        if not done % 10:
-            report(Message(f"{number} {done}"))
-
-for _ in range(10):
-    with screen.Screen():
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        work(4)
-        for thread in threads:
-            thread.join()
-print("the end")
-"""
-
-
-@pytest.mark.slow
-def test_many_threads_report_while_the_panel_is_drawn_and_closed(tmp_path: Path) -> None:
-    command = [*python("plan"), "-c", BUSY]
-    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, lines=100, timeout_s=60)
-    assert session.exit_code == 0, session.last
-    assert session.last.splitlines()[-1] == "the end" and "converting weights" not in session.last

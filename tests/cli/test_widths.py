@@ -14,7 +14,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path_factory.mktemp("h")))
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 @pytest.mark.parametrize(
     "arguments, words",
     [

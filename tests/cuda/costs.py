@@ -23,12 +23,12 @@ class Costs:
     """Of one run.
 
     layers: launches of each decode layer.
-    others: launches of each pass besides those.
+    beside: launches of each pass besides those.
     waits, pageable: synchronizations and pageable copies, by source line; without those of `COPIES`.
     """
 
     layers: list[int] = field(default_factory=list)
-    others: list[int] = field(default_factory=list)
+    beside: list[int] = field(default_factory=list)
     batches: int = 0
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
@@ -52,14 +52,14 @@ def counted(device: Device) -> Iterator[Costs]:
         syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
         kernels, layers = sum(device.kernels.values()), sum(costs.layers)
         honest_run(self, batches, *arguments, **named)
-        costs.others.append(sum(device.kernels.values()) - kernels - (sum(costs.layers) - layers))
+        costs.beside.append(sum(device.kernels.values()) - kernels - (sum(costs.layers) - layers))
         costs.batches += len(batches)
-        for before, after, places in (
+        for before, after, lines in (
             (syncs, device.syncs, costs.waits),
             (copies, device.pageable_copies, costs.pageable),
         ):
-            is_wait = places is costs.waits
-            places += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
+            is_wait = lines is costs.waits
+            lines += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "_layer", layer)

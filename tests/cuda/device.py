@@ -878,26 +878,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
             return _thread.allocate_lock() if counts else TrackedLock(ordering, new_lock())
 
-        is_set, set_event = threading.Event.is_set, threading.Event.set
-
-        def own_lock(event: threading.Event) -> Any:
-            found = event._cond._lock  # type: ignore[attr-defined]
-            return found if isinstance(found, TrackedLock) else None
-
-        def seen(self: threading.Event) -> bool:  # it takes no lock, and yet what was set before is there
-            if not is_set(self):
-                return False
-            if (found := own_lock(self)) is not None:
-                found._join()
-            return True
-
-        def announced(self: threading.Event) -> None:
-            if (found := own_lock(self)) is not None:
-                found._leave()
-            set_event(self)
-
-        patch.setattr(threading.Event, "is_set", seen)
-        patch.setattr(threading.Event, "set", announced)
         patch.setattr(threading, "Lock", lock)
         patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, new_rlock()))
 
@@ -944,11 +924,10 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
     def package(patch: pytest.MonkeyPatch) -> None:
         from flexgen_helm.engine import cuda_graphs
-        from flexgen_helm.kv_cache import visibility
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        kept = [attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks]
+        kept = [attention.device_kernel]
         kept.append(cuda_graphs._capture_stream)
         if is_tried:  # a child process has no such device
             patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)

@@ -75,7 +75,6 @@ def run(
         )
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
-        patch.setattr("flexgen_helm.offload.transfer_manager.SMALLEST_REGION", 1)
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
             results = engine.run(asked, **(stops or {}))
             for result in results:
@@ -85,7 +84,7 @@ def run(
 
 def assert_close(model: TinyModel, results: Sequence[GenerationResult], dtype: torch.dtype) -> None:
     """Scores of prompts and answers are as near to `transformers` in float32 as `transformers` in `dtype` is."""
-    own: list[float] = []
+    errors: list[float] = []
     peer: list[float] = []
     for result in results:
         completion = result.completions[0]
@@ -93,13 +92,13 @@ def assert_close(model: TinyModel, results: Sequence[GenerationResult], dtype: t
         scores = [*result.prompt_logprobs[1:], *completion.logprobs]
         drawn = range(len(scores)), tokens[1:]
         exact = model.logprobs(tokens)[drawn]
-        own += (torch.tensor(scores) - exact).abs().tolist()
+        errors += (torch.tensor(scores) - exact).abs().tolist()
         if dtype != torch.float32:
             with torch.no_grad():
                 logits = _in_dtype(model, dtype)(torch.tensor([tokens])).logits[0]
             peer += (torch.log_softmax(logits.float(), -1)[drawn] - exact).abs().tolist()
     worst, mean = EXACT if not peer else (OF_PEERS[0] * max(peer), OF_PEERS[1] * sum(peer) / len(peer))
-    found = max(own), sum(own) / len(own)
+    found = max(errors), sum(errors) / len(errors)
     assert found[0] < worst and found[1] < mean, (found, (worst, mean))
 
 

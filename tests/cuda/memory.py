@@ -117,11 +117,11 @@ class Allocator:
             self.ordering.wait_for({actor: step for actor, step in self._all_steps().items()})
             self._collect()
             for stream, ranges in self._free.items():
-                for own in list(ranges) if stream > 0 else ():  # pools of graphs keep theirs
-                    if own.end - own.start == own.segment.size:
-                        ranges.remove(own)
-                        self.reserved -= own.segment.size
-                        self.reserved_by[stream] -= own.segment.size
+                for free in list(ranges) if stream > 0 else ():  # pools of graphs keep theirs
+                    if free.end - free.start == free.segment.size:
+                        ranges.remove(free)
+                        self.reserved -= free.segment.size
+                        self.reserved_by[stream] -= free.segment.size
 
     def _all_steps(self) -> Clock:
         """Return the steps that waiting blocks need: giving memory back waits for the device."""
@@ -168,19 +168,19 @@ class Allocator:
             for access in block.accesses
             if access.actor != block.stream and block.freed.get(access.actor, 0) < access.step
         ]
-        own = max((a for a in block.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
-        if own is not None and block.freed.get(block.stream, 0) < own.step:
-            made.accesses.append(replace(own, first=block.start, end=block.end, writes=True))
+        last = max((a for a in block.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
+        if last is not None and block.freed.get(block.stream, 0) < last.step:
+            made.accesses.append(replace(last, first=block.start, end=block.end, writes=True))
         ranges = self._free.setdefault(block.stream, [])
-        for other in list(ranges):
-            if other.segment is made.segment and (other.end == made.start or made.end == other.start):
-                ranges.remove(other)
-                bounds = min(other.start, made.start), max(other.end, made.end)
-                made = Range(made.segment, *bounds, [*other.accesses, *made.accesses])
-        own_last = max((a for a in made.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
-        if own_last is not None:
+        for free in list(ranges):
+            if free.segment is made.segment and (free.end == made.start or made.end == free.start):
+                ranges.remove(free)
+                bounds = min(free.start, made.start), max(free.end, made.end)
+                made = Range(made.segment, *bounds, [*free.accesses, *made.accesses])
+        last = max((a for a in made.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
+        if last is not None:
             made.accesses = [access for access in made.accesses if access.actor != block.stream]
-            made.accesses.append(replace(own_last, first=made.start, end=made.end))
+            made.accesses.append(replace(last, first=made.start, end=made.end))
         ranges.append(made)
 
 

@@ -84,10 +84,10 @@ class Ordering:
     def join(self, actor: int, clock: Clock) -> None:
         """Let what an actor does from now on happen after `clock`."""
         with self.lock:
-            own = self._clocks[actor]
-            for other, step in clock.items():
-                if own.get(other, 0) < step:
-                    own[other] = step
+            known = self._clocks[actor]
+            for actor, step in clock.items():
+                if known.get(actor, 0) < step:
+                    known[actor] = step
 
     def snapshot(self, actor: int) -> Clock:
         with self.lock:

@@ -33,23 +33,23 @@ def test_resident_weights_cross_through_a_pinned_buffer(tiny, tmp_path, cuda_dev
     """Whole matrices in new memory would cost as much time as reading them."""
     settings = dict(device="cuda", precision=precision, limits=LIMITS, offload_dir=tmp_path)
     with Engine.from_pretrained(tiny("llama").path, **settings):
-        assert not [place for place in cuda_device.pageable_copies if place.startswith("offload/")]
+        assert not [line for line in cuda_device.pageable_copies if line.startswith("offload/")]
 
 
 @pytest.mark.parametrize(
     "capability, dtype, dim, kernel",
     [
-        ((7, 5), torch.bfloat16, 64, None), ((7, 5), torch.float16, 64, attention._attend_efficient),
-        ((8, 0), torch.float16, 64, attention._attend_flash), ((8, 0), torch.float16, 260, None),
-        ((8, 0), torch.float16, 264, attention._attend_efficient), ((13, 0), torch.float16, 64, None),
+        ((7, 5), torch.bfloat16, 64, None), ((7, 5), torch.float16, 64, attention.EFFICIENT),
+        ((8, 0), torch.float16, 64, attention.FLASH), ((8, 0), torch.float16, 260, None),
+        ((8, 0), torch.float16, 264, attention.EFFICIENT), ((13, 0), torch.float16, 64, None),
     ],
 )  # fmt: skip
 def test_the_kernel_of_a_device(cuda_device, monkeypatch, capability, dtype, dim, kernel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     device = torch.device("cuda", 0)
-    assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is kernel
+    assert attention.device_kernel.__wrapped__(device, dtype, dim, False) is kernel
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is None, "ROCm"
+    assert attention.device_kernel.__wrapped__(device, dtype, dim, False) is None, "ROCm"
 
 
 def test_a_refused_registration_does_not_poison_the_next_launch(cuda_device):

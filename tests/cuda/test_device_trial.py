@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 FAULTS = {
     "wrong_kernel": (TRITON, "wrong bits"),
     "crash": (GRAPHS, "crashes by SIGSEGV"),
-    "hang": (REGISTERED, "hangs: no answer for 60 s"),
+    "hang": (REGISTERED, "hangs: no answer for 100 s"),
     "stale_graph": (GRAPHS, "differs from transformers"),
     "late_copy": (COPIES, "wrong bits"),
 }
@@ -71,12 +71,6 @@ def test_a_device_without_a_fault_keeps_all_and_is_tried_once(tiny, tmp_path, an
     assert not any(run["record"]["hardware"]["switched_off"] for run in again["runs"])
     with pytest.raises(AssertionError):  # and shows that these faults change numbers
         assert_right(model, again)
-
-
-def test_unverified_tries_nothing_and_says_so(tiny, tmp_path, answer):
-    found = answer(tiny("llama").path, tmp_path, "", "--unverified")
-    assert not (tmp_path / "devices.json").exists()
-    assert [run["record"]["proved"] for run in found["runs"]] == [False] * 3
 
 
 def assert_right(model, found):

@@ -13,7 +13,7 @@ from flexgen_helm import Engine, Policy
 from flexgen_helm.errors import NumericalError
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import LIMITS, ROOMY, assert_close, requests
+from tests.cuda.engine_runs import ROOMY, assert_close, requests
 from tests.helpers.tiny_models import TinyModel
 
 T4, A100 = (7, 5), (8, 0)
@@ -71,26 +71,6 @@ def test_a_t4_computes_bfloat16_weights_in_float16(tiny, tmp_path, gpu):
     assert_close(model, results, torch.float16)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "4bit"])
-def test_offloaded_weights_are_stored_in_float16_too(tiny, tmp_path, gpu, precision):
-    model = in_bfloat16(tiny("llama"), tmp_path / "bf16")
-    gpu(T4)
-    policy = Policy(3, 2, *(0.3,) * 6)
-    settings = dict(policy=policy, schedule="zigzag", offload_dir=tmp_path, limits=LIMITS, precision=precision)
-    results, hardware, stored, warnings = answered(model, **settings)
-    assert hardware["compute_dtype"] == "float16" and torch.bfloat16 not in stored and not warnings
-    if precision == "fp16":
-        assert_close(model, results, torch.float16)
-
-
-def test_a_gpu_with_bfloat16_keeps_it(tiny, tmp_path, gpu):
-    model = in_bfloat16(tiny("llama"), tmp_path / "bf16")
-    gpu(A100)
-    _, hardware, stored, _ = answered(model)
-    assert (hardware["compute_dtype"], hardware["compute_dtype_reason"]) == ("bfloat16", "the type of the weights")
-    assert stored == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -111,19 +91,6 @@ def test_weights_that_float16_has_not_are_multiplied_in_float32(tiny, tmp_path, 
     assert torch.float16 not in stored
 
 
-def test_small_values_in_a_large_tensor_are_no_loss(tiny, tmp_path, gpu):
-    """Tables have rows of tokens that training never saw, almost 0: they are rounded to it."""
-
-    def tiny_row(name, x):
-        if "embed" in name:
-            x[-1] = 1e-30
-        return x
-
-    gpu(T4)
-    _, hardware, _, _ = answered(in_bfloat16(tiny("llama"), tmp_path / "bf16", tiny_row))
-    assert hardware["compute_dtype"] == "float16"
-
-
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3"])
 def test_architectures_that_overflow_stay_in_float32(tiny, tmp_path, gpu, variant):
     model = in_bfloat16(tiny(variant), tmp_path / "bf16")
@@ -134,8 +101,7 @@ def test_architectures_that_overflow_stay_in_float32(tiny, tmp_path, gpu, varian
     assert_close(model, results, torch.float32)
 
 
-@pytest.mark.parametrize("variant", ["llama", "opt", "pythia", "olmo2"])
-@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("variant, cuda_graphs", [("llama", True), ("opt", False), ("olmo2", True)])
 def test_an_overflow_of_hidden_states_is_no_score(tiny, tmp_path, gpu, variant, cuda_graphs):
     """Weights that float16 has, whose products it has not: each request fails by name, and none gets a number."""
 

@@ -62,11 +62,11 @@ def late_copies(patch):
     """Each copy is behind the computing stream, and its thread behind it."""
     copy = CudaCopyEngine._copy
 
-    def late(self, *arguments, **named):
+    def late(self, *arguments):
         with torch.cuda.stream(self._stream()):
             torch.cuda._sleep(CYCLES)
         time.sleep(1e-3)
-        return copy(self, *arguments, **named)
+        return copy(self, *arguments)
 
     patch.setattr(CudaCopyEngine, "_copy", late)
 

@@ -10,14 +10,10 @@ import torch.nn.functional as F
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
 from flexgen_helm.models.decoder import Decoder, StageWeights
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.planner.placement import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
-from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import ROW, Workload
-from flexgen_helm.planner.problem import ONE, BlockShape
 from flexgen_helm.planner.workspace import Workspace
 
 
@@ -58,16 +54,3 @@ def test_captures_of_all_sizes_stay_within_the_bound(cuda_device, name, order):
     assert graphs._pool_bytes == bound.pool_bytes - taken
     graphs.close()
     ledger.check({})
-
-
-@pytest.mark.parametrize("name", ["opt-6.7b", "opt-13b"])
-def test_plans_know_the_memory_of_graphs(name):
-    """Of what the weights leave on the device, at most a sixteenth; none where weights are offloaded."""
-    problem = planning_problem(CATALOG[name].config, load_profile("h100"), Workload.uniform(512, 32, 64))
-    shape = BlockShape(64, 1, ROW)
-    (resident,), (offloaded,) = (problem.staging_memory(shape, 64, resident)["gpu"] for resident in (True, False))
-    vectors = problem.storage.vector_bytes(2)
-    windows = float(resident[ONE]) - vectors
-    assert windows == Workspace(problem.config, 2, "gpu").graphs(GRAPH_ROWS[-1]).num_bytes
-    assert 0 < windows <= (problem.limits["gpu"] - problem.copies_bytes) / 16
-    assert float(offloaded[ONE]) == pytest.approx(vectors + problem.ring_bytes)

@@ -14,7 +14,6 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.engine.attention_metadata import AttentionMetadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import GRAPH_ROWS
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import Device, cuda_in_host_memory
 from tests.cuda.engine_runs import MIB, ROOMY, assert_close, each_family, requests, run, selected_and_slow
@@ -57,15 +56,11 @@ def test_a_capture_computes_nothing_and_a_replay_what_it_recorded(cuda_device):
     "forbidden",
     [
         lambda x: x.sum().item(),
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
         lambda x: x.nonzero(),
-        lambda x: x[x > 0],
         lambda x: torch.ones(3).to("cuda"),
         lambda x: x.copy_(torch.ones(3)),
         lambda x: torch.empty(3, pin_memory=True),
         lambda x: torch.cuda.synchronize(),
-        lambda x: torch.cuda.current_stream().synchronize(),
         lambda x: torch.cuda.empty_cache(),
     ],
 )
@@ -75,17 +70,6 @@ def test_a_capture_forbids(cuda_device, forbidden):
         captured(cuda_device, lambda: forbidden(x))
     assert "not permitted when stream is capturing" in str(found.value.__context__)
     assert captured(cuda_device, lambda: x.add_(1.0)), "the next one works"
-
-
-def test_another_stream_breaks_a_capture_off(cuda_device):
-    x, other = torch.ones(3, device="cuda"), torch.cuda.Stream()
-
-    def body():
-        with torch.cuda.stream(other):
-            x.add_(1.0)
-
-    with pytest.raises(RuntimeError, match="previous error during capture"):
-        captured(cuda_device, body)
 
 
 def test_memory_that_was_freed_is_noticed(cuda_device):
@@ -164,15 +148,6 @@ def test_every_family_by_graphs(tiny, variant, dtype):
     assert bool(device.graph_kernels) == (experts is None or bool(experts.dense_layers))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "precision", ["4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("4bit-s", "fp16-s", "paper-4bit"))]
-)
-def test_packed_weights_by_graphs(tiny, precision):
-    _, device = compared(tiny("llama").path, torch.float16, requests(4, 90, 4), precision=precision)
-    assert device.graph_kernels
-
-
 def test_shared_prefixes_and_samples_by_graphs(tiny):
     asked = requests(8, 20, new=5, shared=40, temperature=0.9, top_p=0.8, seed=3)
     results, device = compared(tiny("llama").path, torch.float16, asked)
@@ -180,15 +155,7 @@ def test_shared_prefixes_and_samples_by_graphs(tiny):
     assert_close(tiny("llama"), results, torch.float16)
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "schedule, cpu_attention",
-    [
-        ("zigzag", True),
-        ("zigzag", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("row", False), ("row", True))),
-    ],
-)
+@pytest.mark.parametrize("schedule, cpu_attention", [("zigzag", True), ("row", False)])
 def test_batches_in_turns_do_not_overwrite_each_other(tiny, tmp_path, schedule, cpu_attention):
     """Weights on the device, caches and hidden states in host memory; two batches take turns in every layer."""
     policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
@@ -224,57 +191,12 @@ def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_pat
         assert_close(tiny("opt"), results, torch.float16)
 
 
-def test_memory_of_graphs_is_claimed_and_enough(tiny, monkeypatch):
-    """What captures take from the driver is within the bound that was claimed before caches were planned."""
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    grown = []
-    captured_part = LayerGraphs._captured
-
-    def measured(self, part):
-        before = torch.cuda.memory_reserved()
-        graph = captured_part(self, part)
-        grown.append(torch.cuda.memory_reserved() - before)
-        return graph
-
-    monkeypatch.setattr(LayerGraphs, "_captured", measured)
-    with cuda_in_host_memory(), Engine.from_pretrained(tiny("llama").path, device="cuda", limits=ROOMY) as engine:
-        claimed = engine.ledger.by_kind()["graphs"]
-        for count in (1, 3, 7, 20):
-            engine.run(requests(count, new=3))
-            engine.ledger.check()
-        assert engine.ledger.by_kind()["graphs"] == claimed
-        assert 0 < sum(grown) <= claimed <= ROOMY.gpu / 16
-        assert len(engine._graphs._graphs) == len(grown)
-
-
-def test_a_pool_beyond_its_bound_is_claimed_too(tiny, monkeypatch):
-    monkeypatch.setattr("flexgen_helm.planner.workspace.GRAPH_OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    with cuda_in_host_memory(), Engine.from_pretrained(tiny("opt").path, device="cuda", limits=ROOMY) as engine:
-        claimed = engine.ledger.by_kind()["graphs"]
-        engine._graphs._pool_bytes = 0
-        engine.run(requests(3, new=3))
-        assert engine.ledger.by_kind()["graphs"] > claimed
-
-
 @pytest.mark.parametrize("limits", [MemoryLimits(gpu=64 * MIB), ROOMY])
 def test_without_room_or_by_request_there_are_no_graphs(tiny, limits):
     settings = {"cuda_graphs": False} if limits is ROOMY else {"limits": limits}
     results, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, **settings)
     assert not device.graph_kernels
     assert_close(tiny("opt"), results, torch.float16)
-
-
-def test_experts_alone_take_no_memory_for_graphs(tiny, monkeypatch):
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    with cuda_in_host_memory(), Engine.from_pretrained(tiny("mixtral").path, device="cuda", limits=ROOMY) as engine:
-        assert "graphs" not in engine.ledger.by_kind()
-
-
-def test_offloaded_weights_use_no_graphs(tiny, tmp_path):
-    policy = Policy(3, 2, 0.5, 0.5, 1.0, 0.0, 1.0, 0.0)
-    _, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, policy=policy, offload_dir=tmp_path)
-    assert not device.graph_kernels
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -299,7 +221,7 @@ def test_a_capture_that_fails_ends_their_use_with_one_warning(tiny, monkeypatch,
     assert_close(tiny("opt"), results, torch.float16)
 
 
-@pytest.mark.parametrize("number", [5, 60, 200])
+@pytest.mark.parametrize("number", [5, 60])
 def test_memory_that_runs_out_with_graphs(tiny, monkeypatch, number):
     """In an operation the batches are halved; in a capture the graphs end."""
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
@@ -309,10 +231,3 @@ def test_memory_that_runs_out_with_graphs(tiny, monkeypatch, number):
         results = engine.run(asked)
     device.check()
     assert_close(model, results, torch.float16)
-
-
-def test_sizes_pad_little():
-    """Up to 64 rows by less than two; of larger ones by less than 64 rows."""
-    for rows in range(1, max(GRAPH_ROWS) + 1):
-        size = next(count for count in GRAPH_ROWS if count >= rows)
-        assert size < 2 * rows or rows <= 1 or size - rows < 64

@@ -101,12 +101,12 @@ def test_threads_that_wake_late_leave_no_gap_on_the_link(slowdown):
 
 def test_a_load_behind_all_products_would_be_slow(slowdown, monkeypatch):
     """The inverse: a load that waits for whatever is launched by then, as one event for all slots makes it."""
-    fill = WeightPrefetcher._fill
+    load = WeightPrefetcher._load
 
-    def late(self, unit):
-        if unit.slot is not None and unit.slot.after is not None:
-            unit.slot.after = self._launched()
-        fill(self, unit)
+    def late(self, unit, slot):
+        if slot.after is not None:
+            slot.after = self._tiers.launched()
+        return load(self, unit, slot)
 
-    monkeypatch.setattr(WeightPrefetcher, "_fill", late)
+    monkeypatch.setattr(WeightPrefetcher, "_load", late)
     assert slowdown(WEIGHTS, 1.0) > 1.3

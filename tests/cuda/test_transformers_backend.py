@@ -53,10 +53,10 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     with cuda_in_host_memory() as device, counted(device) as costs:
         results, _ = run(model.path, asked, torch.float16, **settings)
     device.check()
-    routed = [place for place in costs.waits if place.startswith("models/routing.py")]
+    routed = [line for line in costs.waits if line.startswith("models/routing.py")]
     assert bool(routed) == (name in WITH_EXPERTS)
-    guessed = [place for place in costs.waits if place.startswith("offload/experts.py")]
-    costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]
+    guessed = [line for line in costs.waits if line.startswith("offload/experts.py")]
+    costs.waits = [line for line in costs.waits if line not in (*routed, *guessed)]
     check(costs)
     assert_close(model, results, torch.float16)
 

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexgen_helm import Engine, EngineConfig, GenerationRequest
-from flexgen_helm import progress as progress_module
 from flexgen_helm.distributed import worker as worker_module
 from flexgen_helm.distributed.engine import ClusterEngine
-from flexgen_helm.distributed.messages import ModelToLoad
+from flexgen_helm.distributed.worker import ModelToLoad, Worker
 from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError, WorkerError
 from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
-from tests.helpers.thread_workers import ThreadWorker, ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 from tests.helpers.tiny_models import TinyModel
 
 
 @pytest.fixture(autouse=True)
 def observers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers in threads observe as long as they live: to the end of the process."""
-    monkeypatch.setattr(progress_module, "_observers", [])
+    """Observers are those of the process, so workers in threads would report what the driver says."""
+    monkeypatch.setattr(worker_module, "observed_by", lambda observer: nullcontext())
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,11 @@ def model(tiny: Callable[[str], TinyModel]) -> ModelToLoad:
 
 
 def requests_of(count: int, max_tokens: int = 4) -> list[GenerationRequest]:
-    return [GenerationRequest(prompt_token_ids=(5, 6, 7 + place), max_tokens=max_tokens) for place in range(count)]
+    return [GenerationRequest(prompt_token_ids=(5, 6, 7 + i), max_tokens=max_tokens) for i in range(count)]
 
 
 def start(model: ModelToLoad, names: str = "ab", **faults: Any) -> tuple[ClusterEngine, ThreadWorkers]:
-    workers = ThreadWorkers(list(names), lambda name: ThreadWorker(model), **faults)
+    workers = ThreadWorkers(list(names), lambda name: Worker(model), **faults)
     return ClusterEngine(model, workers), workers  # type: ignore[arg-type]
 
 
@@ -64,47 +65,31 @@ def test_the_answers_are_those_of_one_engine_bit_by_bit_in_one_unit(model: Model
     assert workers.closed
 
 
-def test_several_units_are_joined_in_the_record(model: ModelToLoad, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_helm.distributed.dispatcher.FIRST_UNIT_REQUESTS", 8)
-    monkeypatch.setattr("flexgen_helm.distributed.dispatcher.UNIT_S", 0.01)
-    monkeypatch.setattr("flexgen_helm.distributed.dispatcher.MIN_UNIT_S", 0.01)
+def test_several_units_are_joined_in_the_record(model: ModelToLoad) -> None:
     requests = requests_of(60)
     with Engine.from_config(model.path, model.config) as engine:
         expected = engine.run(requests)
     cluster, workers = start(model)
     results = cluster.run(requests)
-    assert [[c.token_ids for c in r.completions] for r in results] == [
-        [c.token_ids for c in r.completions] for r in expected
-    ]
+    assert [r.completions[0].token_ids for r in results] == [r.completions[0].token_ids for r in expected]
     record = cluster.last_run
     units = [unit for units in workers.units.values() for unit in units]
-    assert len(units) > 4
+    assert len(units) >= 3
     assert sum(worker["num_units"] for worker in record["workers"]) == len(units)
-    assert record["workload"]["num_requests"] == 60 and record["workload"]["output_tokens"] == sum(
-        len(result.completions[0].token_ids) for result in results
-    )
+    assert sum(worker["num_requests"] for worker in record["workers"]) == record["workload"]["num_requests"] == 60
+    assert record["workload"]["output_tokens"] == sum(len(result.completions[0].token_ids) for result in results)
     assert record["wall_s"]["generate"] > 0 and record["predicted_latency_s"] is None
     cluster.close()
 
 
-def test_a_lost_worker_costs_no_answer(model: ModelToLoad) -> None:
-    requests = requests_of(40, max_tokens=16)
-    cluster, workers = start(model, "ab", lose_at={"a": 1})
-    messages: list[Event] = []
-    with observed_by(messages.append):
-        results = cluster.run(requests)
-    assert all(result.error is None and result.completions for result in results)
-    (said,) = [event.text for event in messages if isinstance(event, Message)]
-    assert said == "worker a is lost: its machine burns; its work is given to others"
-    by_name = {worker["name"]: worker for worker in cluster.last_run["workers"]}
-    assert by_name["b"]["num_requests"] + by_name.get("a", {"num_requests": 0})["num_requests"] == 40
+def test_one_worker_hangs_and_the_next_dies_and_the_run_ends(model: ModelToLoad) -> None:
+    cluster, workers = start(model, "abc", lose_at={"b": 1}, hang="a")
+    results = cluster.run(requests_of(60))
+    assert all(result.completions for result in results) and workers.count() == 1
     cluster.close()
-
-
-def test_all_workers_lost_is_one_sentence_and_no_answer_is_lost(model: ModelToLoad) -> None:
-    cluster, _ = start(model, "a", lose_at={"a": 1})
-    with pytest.raises(WorkerError, match="no worker is left; a: its machine burns"):
-        cluster.run(requests_of(20))
+    cluster, _ = start(model, "ab", lose_at={"b": 1}, hang="a")
+    with pytest.raises(WorkerError, match="no worker is left; b, a: its machine burns; it has not answered"):
+        cluster.run(requests_of(60))
     cluster.close()
 
 
@@ -148,7 +133,7 @@ def test_an_interruption_keeps_what_is_finished(model: ModelToLoad) -> None:
     with pytest.raises(Interrupted):
         cluster.run(
             requests_of(400, max_tokens=64),
-            on_result=lambda place, result: answered.append(place),
+            on_result=lambda index, result: answered.append(index),
             should_stop=lambda: len(answered) > 5,
         )
     assert 5 < len(answered) < 400
@@ -157,8 +142,8 @@ def test_an_interruption_keeps_what_is_finished(model: ModelToLoad) -> None:
 
 
 def differing(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    honest = worker_module._identity
-    monkeypatch.setattr(worker_module, "_identity", lambda *given: dataclasses.replace(honest(*given), **values))
+    honest = worker_module.identity_of
+    monkeypatch.setattr(worker_module, "identity_of", lambda *given: dataclasses.replace(honest(*given), **values))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +166,13 @@ def test_machines_of_two_kinds_do_not_share_a_suite(model: ModelToLoad, monkeypa
     """Scores would depend on which machine computed what."""
     from flexgen_helm.distributed import engine as engine_module
 
-    honest, kinds = worker_module._identity, iter(["cpu", "cuda"])
+    honest, kinds = worker_module.identity_of, iter(["cpu", "cuda"])
 
     def identity(*given: Any) -> Any:
         kind = next(kinds)
         return dataclasses.replace(honest(*given), device_type=kind, fingerprint=kind)
 
-    monkeypatch.setattr(worker_module, "_identity", identity)
+    monkeypatch.setattr(worker_module, "identity_of", identity)
     monkeypatch.setattr(engine_module, "engine_fingerprint", lambda *given: given[3])
     messages: list[Event] = []
     with observed_by(messages.append):
@@ -214,20 +199,22 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: ModelToLoad, tmp_p
 def test_workers_of_one_machine_divide_its_memory(model: ModelToLoad) -> None:
     import psutil
 
-    limits = worker_module._own_limits(model.config, 0.25).limits
+    limits = worker_module.limits_of_share(model.config, 0.25).limits
     assert limits.cpu is not None and limits.disk is not None and limits.gpu is None
     assert limits.cpu <= psutil.virtual_memory().total / 4
-    assert worker_module._own_limits(model.config, 1.0) is model.config
+    assert worker_module.limits_of_share(model.config, 1.0) is model.config
     given = EngineConfig(device="cpu", limits={"cpu": 10**9})  # type: ignore[arg-type]
-    assert worker_module._own_limits(given, 0.25).limits.cpu == 10**9
+    assert worker_module.limits_of_share(given, 0.25).limits.cpu == 10**9
 
 
-def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(
+    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     for set_by, cores, left in (("64", 64, None), ("2", 64, "2"), ("8", 8, "8")):
         monkeypatch.setenv("OMP_NUM_THREADS", set_by)
-        worker_module._use_cores(cores)
-        assert worker_module.os.environ.get("OMP_NUM_THREADS") == left
+        Worker(model, 1.0, cores)
+        assert os.environ.get("OMP_NUM_THREADS") == left
 
 
 def test_paths_are_absolute_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

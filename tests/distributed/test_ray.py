@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from flexgen_helm import Engine, EngineConfig, GenerationRequest
+from flexgen_helm.distributed import ray_cluster
 from flexgen_helm.distributed.engine import ClusterEngine
-from flexgen_helm.distributed.messages import ModelToLoad
-from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession, places
-from flexgen_helm.errors import UsageError
+from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession, worker_slots
+from flexgen_helm.distributed.worker import ModelToLoad
+from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.request import GenerationResult
 from tests.helpers.tiny_models import TinyModel
 
@@ -53,27 +54,28 @@ def cluster_engine(session: RaySession, path: str, **options: Any) -> ClusterEng
 def requests_of(count: int, max_tokens: int = 8) -> list[GenerationRequest]:
     return [
         GenerationRequest(
-            prompt_token_ids=(5, 6, 7, 8 + place % 50, 60 + place // 50), max_tokens=max_tokens, ignore_eos=True,
+            prompt_token_ids=(5, 6, 7, 8 + i % 50, 60 + i // 50), max_tokens=max_tokens, ignore_eos=True,
             echo_logprobs=True,
         )
-        for place in range(count)
+        for i in range(count)
     ]  # fmt: skip
 
 
 def same(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
-    for result, other in zip(results, expected, strict=True):
-        assert result.error is None and result.prompt_token_ids == other.prompt_token_ids
-        assert [c.token_ids for c in result.completions] == [c.token_ids for c in other.completions]
-        assert [c.text for c in result.completions] == [c.text for c in other.completions]
-        for one, two in zip(result.completions, other.completions):
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.error is None and result.prompt_token_ids == wanted.prompt_token_ids
+        assert [c.token_ids for c in result.completions] == [c.token_ids for c in wanted.completions]
+        assert [c.text for c in result.completions] == [c.text for c in wanted.completions]
+        for one, two in zip(result.completions, wanted.completions):
             assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
-        assert result.prompt_logprobs is not None and other.prompt_logprobs is not None
-        assert result.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+        assert result.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+        assert result.prompt_logprobs[1:] == pytest.approx(wanted.prompt_logprobs[1:], abs=1e-4)
 
 
-def test_two_workers_answer_as_one_process_and_survive_a_kill(
-    session: RaySession, tiny: Callable[[str], TinyModel]
+def test_two_workers_answer_as_one_process_though_one_hangs_and_the_next_dies(
+    session: RaySession, tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray_cluster, "_SILENCE_S", 10.0)
     path = str(tiny("llama").path)
     requests = requests_of(NUM_REQUESTS, max_tokens=32)
     with Engine.from_config(path, config()) as engine:
@@ -85,26 +87,30 @@ def test_two_workers_answer_as_one_process_and_survive_a_kill(
         # Ray's own default is 15 less, with which a worker starves beside any program that computes.
         assert {os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in engine._ready.values()} == {os.nice(0)}
         seen: list[int] = []
-        killed: list[int] = []
+        lost: list[int] = []
 
-        def on_result(place: int, result: GenerationResult) -> None:
-            seen.append(place)
-            if len(seen) >= 5 and len(engine._ready) == 2 and not killed:
-                killed.append(next(worker.pid for worker in engine._ready.values()))
-                os.kill(killed[0], signal.SIGKILL)
+        def on_result(index: int, result: GenerationResult) -> None:
+            seen.append(index)
+            if len(seen) >= 5 and len(engine._ready) == 2 and not lost:
+                lost.extend(worker.pid for worker in engine._ready.values())
+                os.kill(lost[0], signal.SIGSTOP)
+                os.kill(lost[1], signal.SIGKILL)
 
         results: list[GenerationResult] = []
-        while not killed:  # the second worker may have come late
+        while not lost:  # the second worker may have come late
             seen.clear()
             results = engine.run(requests, on_result=on_result)
         same(results, expected)
         assert sorted(seen) == list(range(NUM_REQUESTS))  # each once, also what had to be computed again
         workers = engine.last_run["workers"]
         assert sum(worker["num_requests"] for worker in workers) == NUM_REQUESTS
-        assert [worker["is_lost"] for worker in workers if worker["pid"] == killed[0]] == [True]
+        assert {worker["pid"] for worker in workers if worker["is_lost"]} == {*lost}
         assert engine.last_run["workload"]["output_tokens"] == NUM_REQUESTS * 32
 
         assert random.getstate() == state
+        seen.clear()
+        with pytest.raises(Interrupted):
+            engine.run(requests, on_result=on_result, should_stop=lambda: len(seen) > 5)
         same(engine.run(requests[:40]), expected[:40])  # the next run of the same engine, with who is left
     finally:
         engine.close()
@@ -135,6 +141,6 @@ NODE = {"Alive": True, "NodeID": "n", "NodeManagerHostname": "h"}
 def test_where_workers_are_placed(
     resources: dict[str, float], on_gpus: bool, cores: int | None, expected: list[tuple[int, int, float]]
 ) -> None:
-    found = places([{**NODE, "Resources": resources}, {**NODE, "Alive": False}], on_gpus, cores)
-    assert [(place.cores, place.gpus, place.share) for place in found] == expected
-    assert [place.name for place in found] == [f"h/{number}" for number in range(len(expected))]
+    found = worker_slots([{**NODE, "Resources": resources}, {**NODE, "Alive": False}], on_gpus, cores)
+    assert [(slot.cores, slot.gpus, slot.share) for slot in found] == expected
+    assert [slot.name for slot in found] == [f"h/{number}" for number in range(len(expected))]

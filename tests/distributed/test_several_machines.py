@@ -225,20 +225,6 @@ def _a_worker(head: psutil.Process) -> psutil.Process | None:
     return None
 
 
-@only_whole
-def test_ctrl_c_says_what_is_stored_and_the_same_command_goes_on(
-    alone: Suite, suite: Suite, ray_installed: None
-) -> None:
-    process = suite.start(*TWO_WORKERS)
-    eventually(lambda: suite.num_stored() >= 20)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "answers are stored" in output, output
-    assert "Traceback" not in output
-    suite.run(*TWO_WORKERS)
-    assert_same_scores(suite.scores(), alone.scores())
-
-
 def test_an_address_without_a_cluster_is_one_sentence(suite: Suite, ray_installed: None) -> None:
     output = suite.run("--ray", "127.0.0.1:1", expect=2)
     assert "there is no Ray cluster at 127.0.0.1:1" in output.splitlines()[-1]

@@ -18,9 +18,6 @@ import pytest
 import yaml
 
 from flexgen_helm.plugin.registration import CLIENT_CLASS
-from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.scores import reused_note
-from flexgen_helm.report.suite import read_suite
 from flexgen_helm.scenarios import lambada
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import ENTRIES, MODEL, Place, stats_of
@@ -54,16 +51,6 @@ def test_a_plain_run_batches_and_reports(plain: Place) -> None:
         assert stats["exact_match"]["count"] == 1
     generated = stats_of(plain.run_folder("simple_mcqa"))
     assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("threads", ["1", "64"])
-def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, threads: str) -> None:
-    place = Place(tmp_path)
-    place.run("run", "-n", threads)
-    events = place.events()
-    assert (events["load"], events["block"]) == (1, 2)
-    assert place.results() == plain.results()
 
 
 @pytest.mark.parametrize("kind", ["run", "suite"])
@@ -141,8 +128,6 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
     "name, own, refused, taken",
     [
         ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
-        pytest.param("flexgen/mine", "fp16", ["fp16,4bit"], "fp16", marks=pytest.mark.slow),
-        pytest.param("lab/packed", "4bit", ["fp16"], "4bit", marks=pytest.mark.slow),
         pytest.param("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit", marks=pytest.mark.slow),
     ],
 )
@@ -232,26 +217,6 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_helms_own_files_tell_what_is_equal_work(tmp_path: Path) -> None:
-    """Ways of asking the same questions are not pooled, and other settings of one precision are said."""
-    place = Place(tmp_path)
-    ways = [
-        f"simple_mcqa_scored:{way}model={MODEL}" for way in ("", "max_train_instances=4,", "max_train_instances=3,")
-    ]
-    place.run("suite", "--precision", "fp16", entries=ways)
-    place.run("suite", "--precision", "4bit", "-t", "2", entries=ways)
-    suite = tmp_path / "benchmark_output" / "runs" / "s"
-    (model,) = compare_suite(suite)
-    assert len(model.comparisons) == 3 and not model.pooled
-    assert "The 3 runs of simple_mcqa_scored share instances, so they have no row together" in model.notes
-    entry = "simple_mcqa_scored:max_train_instances=4"
-    assert f"{entry} has other settings in 4bit: -t 1 in fp16 and 2 in 4bit" in model.notes
-    assert not any("ask something else" in note or "ids of instances alone" in note for note in model.notes)
-    flips = model.comparisons[0].flips
-    assert flips is not None and flips.changed is not None
-
-
-@pytest.mark.slow
 def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
     place = Place(tmp_path)
     for kind in ("suite", "run"):
@@ -268,7 +233,7 @@ def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind, threads, code",
-    [("run", "1", None), pytest.param("run", "64", None, marks=pytest.mark.slow), ("suite", "4", 130)],
+    [("run", "1", None), ("suite", "4", 130)],
 )
 def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
     kind: str, threads: str, code: int | None, tmp_path: Path, plain: Place
@@ -400,47 +365,3 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
     output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
     assert "1 run in benchmark_output/runs/s" in output
-
-
-@pytest.mark.slow
-def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
-    tiny: Callable[[str], TinyModel], tmp_path: Path
-) -> None:
-    place, models = Place(tmp_path), {"m": str(tiny("llama-untied-biases").path)}
-    entries = ["simple_mcqa:model=flexgen/m", "simple_mcqa_scored:model=flexgen/m"]
-
-    def call(*arguments: str) -> dict[str, Any]:
-        done = command_line(place, "-r", *arguments, models=models)
-        assert done.returncode == 0, done.stderr
-        content = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
-        assert len(content["models"]) == 1
-        return dict(content)
-
-    def record() -> dict[str, Any]:
-        return dict(json.loads((place.run_folder("simple_mcqa") / "flexgen_run.json").read_text()))
-
-    first = call(entries[0])
-    own = record()
-    second = call(entries[1])
-    assert second["runs"] == [*first["runs"], "simple_mcqa_scored:model=flexgen_m"]
-    one, both = first["models"]["m"], second["models"]["m"]
-    assert both["roofline_s"] > one["roofline_s"] > 0
-    assert both["time_s"]["compute"] > one["time_s"]["compute"] > 0
-    assert both["workload"]["num_requests"] == second["totals"]["workload"]["num_requests"] == 2 + 4
-    # Nothing is computed twice, and nothing is lost by asking again.
-    again = call(*entries)
-    assert again["models"]["m"].keys() == both.keys() and again["runs"] == second["runs"]
-    for name in ("time_s", "bytes", "roofline_s", "peak_bytes", "predicted_latency_s", "workload"):
-        assert again["models"]["m"][name] == both[name]
-    assert again["models"]["m"]["latency_s"] == pytest.approx(both["latency_s"])
-    after = record()
-    assert after["num_reused"] == 2 and {name: after[name] for name in own if name not in ("num_reused", "wall_s")} == {
-        name: own[name] for name in own if name not in ("num_reused", "wall_s")
-    }
-    report = read_suite(tmp_path / "benchmark_output/runs/s")
-    assert list(report.models) == ["m"] and report.notes == [reused_note(report.runs)]
-    # If all is computed again, the usage starts again.
-    anew = call(*entries, "--disable-cache")["models"]["m"]
-    assert anew["workload"] == both["workload"]
-    # Each process measures its own rate, so this one's is taken back out.
-    assert anew["roofline_s"] * anew["hardware"]["matmul_flops"] == pytest.approx(anew["flops"], rel=1e-3)

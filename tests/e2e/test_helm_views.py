@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from tests.helpers.helm_runs import MODEL, Place
 
 # HELM's tables show scenarios that describe themselves; `simple_mcqa` does not.
 GROUP = "synthetic_reasoning_natural"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def helm(name: str, *arguments: str) -> list[str]:
@@ -95,29 +90,6 @@ def summarized(ran: Path) -> Path:
     return ran
 
 
-@pytest.fixture(scope="module")
-def server(summarized: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = helm("helm.benchmark.server", "--suite", "s", "--port", str(port))
-    process = subprocess.Popen(command, cwd=summarized, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = f"http://localhost:{port}"
-    try:
-        limit = time.monotonic() + 60
-        while time.monotonic() < limit:
-            try:
-                urllib.request.urlopen(address, timeout=2).close()
-                break
-            except OSError:
-                assert process.poll() is None, "helm-server ended"
-                time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
 def test_the_summary_has_our_throughput_beside_the_scores(summarized: Path) -> None:
     suite = summarized / "benchmark_output" / "runs" / "s"
     schema = json.loads((suite / "schema.json").read_text())
@@ -131,19 +103,3 @@ def test_the_summary_has_our_throughput_beside_the_scores(summarized: Path) -> N
     record = json.loads((run / "flexgen_run.json").read_text())
     shown = [cell.get("value") for table in tables for row in table["rows"] for cell in row]
     assert pytest.approx(record["padded_throughput"], rel=1e-3) in [x for x in shown if isinstance(x, float)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page with")
-def test_a_browser_shows_our_runs_in_helms_pages(server: str, tmp_path: Path) -> None:
-    def page(path: str) -> str:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-        command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", f"{server}/#/{path}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-
-    group = page(f"groups/{GROUP}")
-    assert "Padded tok/s" in group and "Efficiency" in group
-    assert "flexgen" in page("runs")
-    models = page("models")
-    assert "flexgen/mine" in models and MODEL in models
-    assert "loading-spinner" not in models, "it still waits for something"

@@ -63,6 +63,6 @@ def test_a_budget_ends_thinking_with_the_models_own_probabilities(tiny, folder, 
         assert ids[3 : 3 + len(end)] == end != list(unlimited.token_ids[3 : 3 + len(end)])
         assert len(ids) == 40 and completion.finish_reason == "length"
         logprobs = tiny("llama").logprobs([*result.prompt_token_ids, *ids])
-        for place, token in enumerate(ids):
-            want = logprobs[len(result.prompt_token_ids) - 1 + place, token].item()
-            assert math.isclose(completion.logprobs[place], want, abs_tol=1e-3)
+        for step, token in enumerate(ids):
+            want = logprobs[len(result.prompt_token_ids) - 1 + step, token].item()
+            assert math.isclose(completion.logprobs[step], want, abs_tol=1e-3)

@@ -17,20 +17,6 @@ from tests.helpers.parity import prompts
 
 ENDS = [*range(0, 320, 32)]  # many, so that answers end
 KNOWN = {*ALWAYS, *SAMPLED, *REFUSED, *(name for names in IRRELEVANT.values() for name in names)}
-# Entries of published files: Qwen2.5-Coder, Llama 3, Gemma 3, Phi-3, Mistral, DeepSeek, GPT-OSS, OPT.
-PUBLISHED = [
-    {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
-     "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.44.0"},
-    {"bos_token_id": 128000, "eos_token_id": [128001, 128009], "do_sample": True, "temperature": 0.6,
-     "max_length": 4096, "top_p": 0.9, "transformers_version": "4.40.0.dev0"},
-    {"cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64,
-     "top_p": 0.95, "transformers_version": "4.50.0.dev0"},
-    {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [32000, 32007], "pad_token_id": 32000},
-    {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.38.0"},
-    {"_from_model_config": True, "do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": 1},
-    {"bos_token_id": 199998, "do_sample": True, "eos_token_id": [200002, 199999], "pad_token_id": 199999},
-    {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "use_cache": False},
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -147,13 +133,6 @@ def test_every_entry_of_transformers_is_classified(folder_with):
     read = inspect.getsource(GenerationConfig.__init__)
     assert {name for name in KNOWN if f'"{name}"' in read} >= entries
     assert len(KNOWN) == len(ALWAYS) + len(SAMPLED) + len(REFUSED) + sum(map(len, IRRELEVANT.values()))
-
-
-@pytest.mark.parametrize("entries", PUBLISHED, ids=range(len(PUBLISHED)))
-def test_published_files_are_understood(folder_with, entries):
-    expected = {name: entries[name] for name in ("repetition_penalty", "top_k") if name in entries}
-    assert read_generation_settings(folder_with(entries)).applied == expected
-    assert not read_generation_settings(folder_with({}, "config.json")).applied
 
 
 def test_applied_settings_are_part_of_the_fingerprint(folder_with):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.device_trial import known_failures, require_trial
-from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
-from flexgen_helm.quant.packing import quantize
-from tests.helpers.tiny_models import VARIANTS, VOCABULARY, llama_config, save_random, save_tokenizer
+from tests.helpers.parity import differences, prompts
+from tests.helpers.tiny_models import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,22 +28,13 @@ def test_scores_equal_transformers(tiny, variant, schedule):
 
 
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom", "mixtral"])
-@pytest.mark.parametrize("schedule", ["row", "zigzag"])
 @pytest.mark.parametrize("cpu_attention", [True, False])
 @pytest.mark.parametrize("shares", [(0.3, 0.3), (0.0, 1.0), (0.0, 0.0)])
-def test_offloaded_scores_equal_transformers(tiny, tmp_path, variant, schedule, cpu_attention, shares):
+def test_offloaded_scores_equal_transformers(tiny, tmp_path, variant, cpu_attention, shares):
     """Weights, cache and hidden states over all three tiers, behind a real link."""
     limits = MemoryLimits(gpu=256 << 20, cpu=256 << 20, disk=256 << 20)
     policy = Policy(3, 2, *shares, *shares, *shares)
-    check(
-        tiny(variant),
-        variant,
-        schedule=schedule,
-        cpu_attention=cpu_attention,
-        policy=policy,
-        limits=limits,
-        offload_dir=tmp_path,
-    )
+    check(tiny(variant), variant, cpu_attention=cpu_attention, policy=policy, limits=limits, offload_dir=tmp_path)
 
 
 def test_no_fast_path_is_wrong():
@@ -57,46 +43,12 @@ def test_no_fast_path_is_wrong():
     assert known_failures(torch.device("cuda", 0)) == {}
 
 
-def check(model, variant, **settings):
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, 70))] for _ in range(17)]
-    requests = [
-        GenerationRequest(prompt_token_ids=p, max_tokens=6, echo_logprobs=True, n=1 + 2 * (i % 2), ignore_eos=True)
-        for i, p in enumerate(prompts)
-    ]
-    with Engine.from_pretrained(model.path, device="cuda", **settings) as engine:
-        results = engine.run(requests)
-        engine.ledger.check()
-    differences = []
-    for prompt, result in zip(prompts, results):
-        assert result.error is None, result.error
-        completion = result.completions[0]
-        reference = model.logprobs(prompt + list(completion.token_ids))
-        scores = [*result.prompt_logprobs[1:], *completion.logprobs]
-        tokens = [*prompt[1:], *completion.token_ids]
-        differences += [abs(s - reference[i, t].item()) for i, (s, t) in enumerate(zip(scores, tokens))]
-    mean = sum(differences) / len(differences)
-    assert mean < COSTLY_MEAN if variant in COSTLY else max(differences) < WORST and mean < MEAN
-
-
-@pytest.mark.parametrize("axis", ["in", "out"])
-@pytest.mark.parametrize("scales, fit", [("word", "error"), ("pair", "range")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_unpacking_gives_the_numbers_of_plain_operations(axis, scales, fit, dtype):
-    fmt = GroupFormat(4, 32, axis, scales, fit)
-    for rows, width in ((1, 1), (67, 600), (512, 2048)):
-        packed = quantize(torch.randn(rows, width, device="cuda") * 0.3, fmt)
-        out = dequantize_into(packed, fmt, torch.empty((rows, width), dtype=dtype, device="cuda"))
-        assert torch.equal(out, dequantize_with_torch(packed, fmt, torch.empty_like(out)))
-
-
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
 def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, precision):
     """Rounding flips at borders of codes move single tokens, so only the mean is held to 16-bit compute's tolerance."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(95)] for _ in range(5)]  # of 96 positions
-    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
+    ids = [i * i % 300 + 2 for i in range(95 + 5)]  # of 96 positions
+    requests = [GenerationRequest(prompt_token_ids=ids[i : i + 95], max_tokens=0, echo_logprobs=True) for i in range(5)]
     scored = []
     for device in ("cuda", "cpu"):
         with Engine.from_pretrained(
@@ -111,26 +63,16 @@ def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, pre
     assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < bound
 
 
-def test_preempted_answers_have_the_scores_of_whole_texts(tmp_path):
-    """Caches that grow, join and are computed again: what was drawn scores as the same text in one piece."""
-    save_random(tmp_path, llama_config(max_position_embeddings=300), seed=5)
-    save_tokenizer(tmp_path)
-    prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i)] for i in range(24)]
-    asked = [
-        GenerationRequest(prompt_token_ids=prompt, max_tokens=200, temperature=1.0, seed=200 + i, stop=["x"])
-        for i, prompt in enumerate(prompts)
-    ]
-    settings: dict[str, Any] = dict(device=DEVICE, cuda_graphs=False)  # their memory would have room for all caches
-    with Engine.from_pretrained(tmp_path, **settings) as engine:
-        room = engine.ledger.in_use + 2 * 260 * engine.config.kv_bytes_per_token(engine._dtype.itemsize)
-    room = -(-room * 3 // 2)  # a third of a small limit is for computing
-    with Engine.from_pretrained(tmp_path, **settings, limits=MemoryLimits(**{LIMITED: room})) as engine:
-        drawn = [result.completions[0] for result in engine.run(asked)]
-        assert engine.last_run["preemptions"] > 0
-        whole = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, drawn)]
-        scored = engine.run(
-            [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+def check(model, variant, **settings):
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=[1, *ids], max_tokens=6, echo_logprobs=True, n=1 + 2 * (i % 2), ignore_eos=True
         )
-    for prompt, completion, result in zip(prompts, drawn, scored):
-        differences = [abs(a - b) for a, b in zip(completion.logprobs, result.prompt_logprobs[len(prompt) :])]
-        assert max(differences, default=0) < WORST
+        for i, ids in enumerate(prompts(17, 69))
+    ]
+    with Engine.from_pretrained(model.path, device="cuda", **settings) as engine:
+        results = engine.run(requests)
+        engine.ledger.check()
+    found = [x for r, result in zip(requests, results) for x in differences(model.logprobs, r.prompt_token_ids, result)]
+    mean = sum(found) / len(found)
+    assert mean < COSTLY_MEAN if variant in COSTLY else max(found) < WORST and mean < MEAN

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models import attention
-from tests.helpers.tiny_models import VOCABULARY
+from tests.helpers.parity import differences, prompts
+from tests.helpers.tiny_models import TinyModel
 
 # Log-probabilities in 16-bit compute: each within 5e-2, on the mean within 5e-3.
 WORST, MEAN = 5e-2, 5e-3
@@ -18,55 +18,44 @@ WORST, MEAN = 5e-2, 5e-3
 STEADY = ["llama", "llama-untied-biases", "opt-350m", "mistral", "qwen3-windows", "gemma2", "bloom", "pythia"]
 
 
-@pytest.mark.parametrize("variant", STEADY)
-def test_16_bit_compute_stays_within_its_tolerance(tiny, variant, monkeypatch):
+def requests(**options):
+    return [
+        GenerationRequest(prompt_token_ids=[1, *ids], echo_logprobs=True, seed=i, ignore_eos=True, **options)
+        for i, ids in enumerate(prompts(9, 60))
+    ]
+
+
+@pytest.fixture
+def half(monkeypatch):
+    """Compute as a device does whose products are in 16 bits."""
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
     monkeypatch.setattr(attention, "_FUSED", None)
-    model = tiny(variant)
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, 60))] for _ in range(9)]
-    requests = [
-        GenerationRequest(prompt_token_ids=p, max_tokens=6, echo_logprobs=True, n=1 + 2 * (i % 2), seed=i,
-                          temperature=float(i % 2), ignore_eos=True)
-        for i, p in enumerate(prompts)
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", STEADY)
+def test_16_bit_compute_stays_within_its_tolerance(tiny, half, variant):
+    model, asked = tiny(variant), [*requests(max_tokens=6), *requests(max_tokens=6, n=3, temperature=1.0)]
     with Engine.from_pretrained(model.path) as engine:
-        results = engine.run(requests)
+        results = engine.run(asked)
         assert engine.last_run["hardware"]["compute_dtype"] == "float16"
-    differences = []
-    for prompt, result in zip(prompts, results):
-        assert result.error is None, result.error
-        for completion in result.completions:
-            reference = model.logprobs(prompt + list(completion.token_ids))
-            scores = [*result.prompt_logprobs[1:], *completion.logprobs]
-            tokens = [*prompt[1:], *completion.token_ids]
-            differences += [abs(s - reference[i, t].item()) for i, (s, t) in enumerate(zip(scores, tokens))]
-    assert max(differences) < WORST and sum(differences) / len(differences) < MEAN
-    assert max(differences) > 1e-4  # it did run in 16 bits
+    found = [x for r, result in zip(asked, results) for x in differences(model.logprobs, r.prompt_token_ids, result)]
+    assert max(found) < WORST and sum(found) / len(found) < MEAN
+    assert max(found) > 1e-4  # it did run in 16 bits
 
 
 @pytest.mark.parametrize("variant", ["gemma3", "mixtral"])
-def test_where_16_bits_cost_more_transformers_pays_the_same(tiny, variant, monkeypatch):
+def test_where_16_bits_cost_more_transformers_pays_the_same(tiny, half, variant):
     """Gemma's sums outgrow 16 bits, and a router changes its mind where two experts are nearly equal."""
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
-    monkeypatch.setattr(attention, "_FUSED", None)
-    model = tiny(variant)
-    half = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float16).eval()
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, 60))] for _ in range(9)]
-    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
+    model, asked = tiny(variant), requests(max_tokens=0)
+    rounded = TinyModel(model.path, AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float16).eval())
     with Engine.from_pretrained(model.path) as engine:
-        results = engine.run(requests)
+        results = engine.run(asked)
     ours, theirs = [], []
-    for prompt, result in zip(prompts, results):
-        reference = model.logprobs(prompt)
-        with torch.no_grad():
-            rounded = torch.log_softmax(half(torch.tensor([prompt])).logits[0].float(), dim=-1)
-        for i, token in enumerate(prompt[1:]):
-            ours.append(abs(result.prompt_logprobs[i + 1] - reference[i, token].item()))
-            theirs.append(abs((rounded[i, token] - reference[i, token]).item()))
+    for request, result in zip(asked, results):
+        ids = torch.tensor(request.prompt_token_ids)
+        rows, halves = model.logprobs(ids.tolist()), rounded.logprobs(ids.tolist())
+        ours += differences(lambda _, rows=rows: rows, ids.tolist(), result)
+        theirs += (halves - rows)[:-1].gather(1, ids[1:, None]).abs()[:, 0].tolist()
     if variant == "gemma3":
         assert max(ours) < 2 * max(theirs)
     # How far off a token is after a router has changed its mind is chance; how often it does is not.

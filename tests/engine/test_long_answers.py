@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import time
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.errors import Interrupted, MemoryLimitError
+from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
-from tests.helpers.forks import python
 from tests.helpers.tiny_models import VOCABULARY, llama_config, save_random, save_tokenizer
 
 MOST = 200
@@ -118,13 +113,6 @@ def test_caches_on_either_side_of_a_link(model, tmp_path, policy, cpu_attention)
         assert peaks["gpu"] <= total and peaks["cpu"] <= total
 
 
-def test_a_cache_on_the_disk_is_reserved_in_full(model, tmp_path):
-    asked, expected = requests(8), ample(model)[:8]
-    with Engine.from_pretrained(model, policy="4x2,0,100,0,0,0,100", offload_dir=tmp_path) as engine:
-        assert answers(engine, asked) == expected
-        assert engine.last_run["preemptions"] == 0
-
-
 def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeypatch):
     asked, expected = requests(), ample(model)
     honest, calls = KVCache.regroup, []
@@ -143,67 +131,3 @@ def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeyp
     with Engine.from_pretrained(model) as engine:
         assert answers(engine, asked) == expected
         assert len(calls) > 6 and engine.last_run["preemptions"] > 0
-
-
-def test_an_interruption_keeps_what_was_finished(model):
-    asked, done = requests(), []
-    sizes = limits_for(model, "fp16", 4)
-    limits = MemoryLimits(cpu=sizes["weights"] + sizes["cache"])
-    with Engine.from_pretrained(model, limits=limits) as engine:
-        with pytest.raises(Interrupted):
-            engine.run(asked, on_result=lambda i, result: done.append((i, result)), should_stop=lambda: len(done) > 9)
-        assert engine.ledger.by_kind().keys() <= {"weights", "staging"}
-        got = {i: result for i, result in done}
-        left = [i for i in range(len(asked)) if i not in got]
-        got |= dict(zip(left, engine.run([asked[i] for i in left])))
-    assert [[got[i].completions[0].token_ids] for i in range(len(asked))] == ample(model)
-
-
-def test_the_expected_end_follows_what_was_drawn(model):
-    """The total falls from the bound to the truth, and is never below what is done."""
-    seen = []
-    with Engine.from_pretrained(model) as engine:
-        results = engine.run(requests(), progress=seen.append)
-    drawn = sum(len(result.prompt_token_ids) + len(result.completions[0].token_ids) for result in results)
-    assert all(event.done_tokens <= event.total_tokens for event in seen)
-    assert seen[-1].total_tokens <= drawn
-    assert abs(seen[len(seen) // 2].total_tokens - drawn) < 0.35 * drawn
-    assert seen[0].total_tokens < 24 * (MOST + 57)
-
-
-def test_a_killed_process_loses_only_answers_in_progress(model, tmp_path):
-    """After SIGKILL the second call finds the finished answers, and computes the others again, the same."""
-    asked, out = requests(), tmp_path / "out.jsonl"
-    sizes = limits_for(model, "fp16", 4)
-    unset = asdict(GenerationRequest(prompt_token_ids=[0]))
-    lines = [{key: value for key, value in asdict(request).items() if value != unset[key]} for request in asked]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [
-        *python("all"), "-m", "flexgen_helm", "generate", str(model), "--prompts", str(tmp_path / "in.jsonl"),
-        "--out", str(out), "--cpu-memory", f"{sizes['weights'] + sizes['cache']}B",
-    ]  # fmt: skip
-    partial = tmp_path / "out.jsonl.partial"
-    for _ in range(10):  # a kill that comes too late is tried again
-        for file in (out, partial):
-            file.unlink(missing_ok=True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        while process.poll() is None and num_lines(partial) < 3:
-            time.sleep(0.001)
-        process.kill()
-        process.communicate()  # until the fork, too, has ended
-        if 3 <= num_lines(partial) < len(asked):
-            break
-    assert 3 <= num_lines(partial) < len(asked), "it was to be killed before the end"
-    kept = {json.loads(line)["line"]: json.loads(line) for line in partial.read_text().splitlines()[:3]}
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert not again.returncode, again.stderr
-    got = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [[tuple(line["completions"][0]["token_ids"])] for line in got] == ample(model)
-    assert all(got[number - 1]["completions"] == line["completions"] for number, line in kept.items())
-
-
-def num_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:  # not yet, or renamed at the end
-        return 0

@@ -1,11 +1,7 @@
 """What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 
@@ -88,7 +84,7 @@ def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, mon
     assert workload.computed * workload.num_sequences == pytest.approx(computed + not_fed)
 
 
-@pytest.mark.parametrize("new, completions", [(0, 1), (1, 1), (1, 3), (5, 1), (5, 3)])
+@pytest.mark.parametrize("new, completions", [(0, 1), (1, 3), (5, 1)])
 @pytest.mark.parametrize("schedule", ["zigzag", "row"])
 def test_no_run_is_predicted_to_be_faster_than_its_roofline(tiny, monkeypatch, new, completions, schedule):
     """Also where another program has slowed the product that is measured when a run begins."""
@@ -115,18 +111,6 @@ def test_a_run_is_judged_by_the_block_that_its_cache_had_room_for(tiny, monkeypa
     assert 1 < at_once < 64 and seen[-1].block_size == at_once
 
 
-def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
-    """Scoring is planned as prefill-only; the run that follows may generate."""
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
-    path = tiny("llama").path
-    scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
-    limits = MemoryLimits(cpu=streamed_limit(path))
-    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
-        assert engine.run(scored)[0].error is None and engine.last_run["schedule"] == "prefill-only"
-        assert [result.error for result in engine.run(requests(9))] == [None] * 9
-        assert engine.last_run["schedule"] != "prefill-only"
-
-
 def test_a_latency_that_nothing_meets_is_refused(tiny, tmp_path):
     path = tiny("llama").path
     with pytest.raises(MemoryLimitError, match="within 1e-09 s"):
@@ -137,37 +121,35 @@ def test_a_latency_that_nothing_meets_is_refused(tiny, tmp_path):
         Engine.from_pretrained(path, device="cpu", max_latency=1.0, policy="1x1,0,100,0,100,0,100")
 
 
-def test_rates_move_towards_what_was_measured():
-    situation = small(200, 400)
-    policy = Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1)
-    # Over prompts this machine computes at 0.4 of the rate that was measured, over single tokens at 0.6.
-    truth = replace(situation, hardware=corrected(situation.hardware, {"prefill": 0.4, "decode": 0.6}))
-    measured = predict(truth, policy, ZIGZAG)
+@pytest.mark.parametrize(
+    "wrong, policy",
+    [
+        ({"prefill": 0.4, "decode": 0.6}, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1)),
+        ({"overlap": 0.5}, Policy(24, 1, 0.2, 0.8, 0, 1, 0, 1)),
+    ],
+)
+def test_rates_move_towards_what_was_measured(wrong, policy):
+    """Over prompts this machine computes at 0.4 of the rate that was measured, say, over single tokens at 0.6."""
+    learner = small(200, 400)
+    learner = replace(learner, hardware=replace(learner.hardware, overlap=1.0))
+    truth = corrected(learner.hardware, wrong)
+    measured = predict(replace(learner, hardware=truth), policy, ZIGZAG)
     blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
-    record = {"latency_s": measured.latency_s, "time_s": {"wait": 0.0}}
-    record.update({f"{name}_s": blocks * phase["compute"] for name, phase in measured.seconds.items()})
+    hides = "overlap" in wrong
+    record = {
+        f"{name}_s": blocks * (getattr(measured, f"{name}_s") if hides else phase["compute"])
+        for name, phase in measured.seconds.items()
+    }
+    computed = blocks * sum(phase["compute"] for phase in measured.seconds.values())
+    record |= {"latency_s": measured.latency_s, "time_s": {"wait": sum(record.values()) - computed}}
     errors = []
-    learner = situation
     for _ in range(6):
         told = predict(learner, policy, ZIGZAG)
         errors.append(abs(told.latency_s / measured.latency_s - 1))
         learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
-    assert errors[0] > 0.3 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
-    learnt = learner.hardware
-    assert learnt.prefill_share == pytest.approx(0.4, rel=0.05) and learnt.decode_share == pytest.approx(0.6, rel=0.05)
-
-
-def test_a_wait_corrects_the_channel_and_not_the_computing():
-    situation = small(60, 100)
-    policy = Policy(1, 1, 0.0, 0.2, 0, 1, 0, 1)
-    told = predict(situation, policy, ZIGZAG)
-    slow = 3 * told.latency_s
-    blocks = told.latency_s / (told.prefill_s + told.decode_s)
-    spent = blocks * sum(phase["compute"] for phase in told.seconds.values())
-    record = {"latency_s": slow, "time_s": {"wait": 0.9 * slow}, "prefill_s": 0.0, "decode_s": 0.9 * slow + spent}
-    factors = corrections(told, record)
-    slowest = max(("disk_read", "to_gpu"), key=lambda name: sum(phase[name] for phase in told.seconds.values()))
-    assert factors[slowest] < 0.9 and factors.get("decode", 1.0) > 0.7
+    assert errors[0] > 0.1 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
+    for share in ("prefill_share", "decode_share", "overlap"):
+        assert getattr(learner.hardware, share) == pytest.approx(getattr(truth, share), rel=0.2)
 
 
 def quick_profile(tmp_path, monkeypatch):
@@ -225,37 +207,12 @@ def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, 
     assert len(measured) == 2, "one of a quiet machine stays"
 
 
-def test_a_profile_that_was_saved_before_profiles_were_marked_stays(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    folder = tmp_path / "offload"
-    machine_profile.save(SavedProfile(load_profile("laptop"), 0.9), folder)
-    assert machine_profile.load_saved(folder).is_marked
-    path = tmp_path / "profile.json"
-    content = json.loads(path.read_text())
-    del content["busy_share"]
-    path.write_text(json.dumps(content))
-    assert not machine_profile.load_saved(folder).is_marked
-
-
-def test_other_programs_are_noticed():
-    with subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
-    ) as busy:
-        busy.stdout.readline()
-        share = machine_profile.busy_share()
-        busy.kill()
-    assert share > 0.25 / psutil.cpu_count()
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), torch.OutOfMemoryError("CUDA out of memory")]
-)
-def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog, error):
+def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
 
     def full(folder):
-        raise error
+        raise torch.OutOfMemoryError
 
     monkeypatch.setattr(machine_profile, "measure", full)
     monkeypatch.setattr(planner, "_MEASURE_FROM_S", 0.0)
@@ -282,46 +239,3 @@ def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, m
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t5")
     with pytest.raises(UsageError, match="t5"):
         Engine.from_pretrained(tiny("llama").path, device="cpu")
-
-
-def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
-    assert machine_profile.profile_named("t4") == load_profile("t4")
-    with pytest.raises(UsageError, match="t5"):
-        machine_profile.profile_named("t5")
-
-
-def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
-    situation = small(200, 400)
-    policy = Policy(24, 1, 0.2, 0.8, 0, 1, 0, 1)
-    truth = replace(situation, hardware=replace(situation.hardware, overlap=0.5))
-    measured = predict(truth, policy, ZIGZAG)
-    blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
-    seconds = {"prefill_s": blocks * measured.prefill_s, "decode_s": blocks * measured.decode_s}
-    computed = blocks * sum(phase["compute"] for phase in measured.seconds.values())
-    record = {"latency_s": measured.latency_s, "time_s": {"wait": sum(seconds.values()) - computed}, **seconds}
-    learner = situation
-    for _ in range(6):
-        told = predict(learner, policy, ZIGZAG)
-        learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
-    assert learner.hardware.overlap == pytest.approx(0.5, abs=0.1)
-    assert predict(learner, policy, ZIGZAG).latency_s == pytest.approx(measured.latency_s, rel=0.05)
-    # Without overlap there is none to learn.
-    still = replace(situation, overlap=False)
-    assert "overlap" not in corrections(predict(still, policy, ZIGZAG), record)
-
-
-def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, tmp_path, monkeypatch):
-    """Its cache and hidden states go where the engine's own memory plan puts them."""
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
-    path = tiny("llama").path
-    limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
-    on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)
-    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
-        solved = engine._planner._block(Workload.uniform(12, 4, 9), engine.placement)
-        monkeypatch.setattr(engine._planner, "_block", lambda *_: replace(solved, policy=on_disk, schedule=ZIGZAG))
-        assert [result.error for result in engine.run(requests(9))] == [None] * 9
-        assert engine.last_run["achieved_placement"]["cache"]["disk"] == 1.0
-        monkeypatch.setattr(engine._planner, "_block", lambda *_: None)
-        assert [result.error for result in engine.run(requests(9))] == [None] * 9
-        assert engine.last_run["achieved_placement"]["cache"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
-        assert engine.last_run["achieved_placement"]["activations"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,23 +92,23 @@ def test_a_small_model_has_every_kind_of_layer(name):
     content = catalog_content(name)
     config = architecture_of_config(content).read_config(content)
     cls, small = next(miniatures(content, config))
-    own = {**json.loads(small.to_json_string()), "architectures": [cls.__name__]}
-    assert layer_kinds(architecture_of_config(own).read_config(own)) == layer_kinds(config)
+    content = {**json.loads(small.to_json_string()), "architectures": [cls.__name__]}
+    assert layer_kinds(architecture_of_config(content).read_config(content)) == layer_kinds(config)
     with torch.device("meta"):
-        assert sum(own.numel() for own in cls._from_config(small).parameters()) < 1_000_000
+        assert sum(x.numel() for x in cls._from_config(small).parameters()) < 1_000_000
 
 
 def test_kinds_are_told_by_features_and_not_by_sizes():
     content = native_content("qwen2-windows")
     same = [{"hidden_size": 8192}, {"rms_norm_eps": 3e-6}, {"initializer_range": 1.0}, {"eos_token_id": 7}]
-    others = [
+    changed = [
         {"tie_word_embeddings": not content.get("tie_word_embeddings", False)}, {"hidden_act": "relu"},
         {"num_key_value_heads": content["num_attention_heads"]}, {"use_sliding_window": False}, {"unknown": 2.5},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         {"architectures": ["LlamaForCausalLM"]},
     ]  # fmt: skip
     assert all(kind_text({**content, **change}) == kind_text(content) for change in same)
-    assert len({kind_text({**content, **change}) for change in others} | {kind_text(content)}) == len(others) + 1
+    assert len({kind_text({**content, **change}) for change in changed} | {kind_text(content)}) == len(changed) + 1
 
 
 # ---- the comparison is not vacuous: each part that is taken away is seen, by a hundred times the tolerance ----
@@ -181,8 +179,10 @@ def test_an_entry_that_a_record_ignores_is_seen(variant, entry, value, monkeypat
     content = native_content(variant)
     architecture = architecture_of_config(content)
     config = architecture.read_config(content)
-    other = replace(architecture, read_config=lambda own: architecture.read_config({**own, entry: value}))
-    monkeypatch.setattr(SafetensorsCheckpoint, "_read_config", lambda self, path: read_config(path, lambda own: other))
+    ignoring = replace(architecture, read_config=lambda given: architecture.read_config({**given, entry: value}))
+    monkeypatch.setattr(
+        SafetensorsCheckpoint, "_read_config", lambda self, path: read_config(path, lambda given: ignoring)
+    )
     assert proof.difference_of_miniature(content, config, 0, Engine) > 100 * proof.TOLERANCE
 
 
@@ -209,8 +209,8 @@ def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
     )
     (remembered,) = json.loads((home / "proofs.json").read_text()).values()
     assert remembered["class"] == "SmolLM3ForCausalLM" and remembered["difference"] < proof.TOLERANCE
-    with Engine.from_pretrained(tmp_path / "model", unverified=True) as other:
-        assert other.fingerprint != engine.fingerprint and other.identity.is_proved
+    with Engine.from_pretrained(tmp_path / "model", unverified=True) as again:
+        assert again.fingerprint != engine.fingerprint and again.identity.is_proved
 
 
 @pytest.mark.parametrize(
@@ -249,114 +249,18 @@ def test_what_cannot_be_made_small_is_refused(home, tmp_path, monkeypatch):
         Engine.from_pretrained(tmp_path / "model")
 
 
-def test_a_proof_leaves_the_random_numbers_of_the_program_alone(home, tmp_path):
-    saved("SmolLM3ForCausalLM", tmp_path / "model")
-    torch.manual_seed(5)
-    expected = torch.randn(3)
-    torch.manual_seed(5)
-    Engine.from_pretrained(tmp_path / "model").close()
-    assert torch.equal(torch.randn(3), expected)
-
-
 def test_the_key_names_every_part_that_decides(monkeypatch):
     key = key_of(backend_content("SmolLM3ForCausalLM"))
-    others = [
+    changed = [
         proof.ProofKey("Other", key.code, key.kind).digest,
         proof.ProofKey(key.class_name, "0", key.kind).digest,
         proof.ProofKey(key.class_name, key.code, "{}").digest,
     ]
     before = key.digest
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    others.append(key.digest)
+    changed.append(key.digest)
     monkeypatch.undo()
     monkeypatch.setattr(proof, "own_digest", lambda: "0")
-    others.append(key.digest)
-    assert len({before, *others}) == 6
+    changed.append(key.digest)
+    assert len({before, *changed}) == 6
     assert code_digest("SmolLM3ForCausalLM") != code_digest("CohereForCausalLM")
-
-
-# ---- releases that nobody has seen ----
-
-# Class, what is replaced in its modeling file, by what: each is silent. In a copy of transformers the class computes
-# something else than the engine is told: by way of the cache, positions, the router's output, the scale, the mask.
-TAMPERED = {
-    "FalconH1ForCausalLM": [
-        ("cache_params: Cache | None = None,", "cache_params=None,"),
-        ("past_key_values: Cache | None = None,\n        use_cache: bool | None = False,\n        position_embeddings",
-         "memory=None,\n        use_cache: bool | None = False,\n        position_embeddings"),
-        ("cache_params=past_key_values,", "cache_params=memory,"),
-        ("            past_key_values=past_key_values,\n            use_cache=use_cache,\n            position_emb",
-         "            past_key_values=memory,\n            use_cache=use_cache,\n            position_emb"),
-        ("                past_key_values=past_key_values,\n", "                memory=past_key_values,\n"),
-    ],
-    "SmolLM3ForCausalLM": [
-        ("self.rotary_emb(hidden_states, position_ids)",
-         "self.rotary_emb(hidden_states, torch.arange(hidden_states.shape[1])[None] + 0 * position_ids)"),
-    ],
-    "OlmoeForCausalLM": [
-        ("current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
-         "current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None] ** 2"),
-    ],
-    "CohereForCausalLM": [
-        ("attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling",
-         "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling * 1.1"),
-    ],
-    "SeedOssForCausalLM": [
-        ("        attn_weights = attn_weights + attention_mask",
-         "        attn_weights = attn_weights + attention_mask + 0.2 * (torch.arange(key.shape[2]) % 2)"),
-    ],
-}  # fmt: skip
-
-_RUN = """
-import sys, torch, transformers
-from pathlib import Path
-from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.errors import UnprovedModelError, UnsupportedArchitectureError
-transformers.logging.set_verbosity_error()
-assert transformers.__file__.startswith(sys.argv[1]), transformers.__file__
-for folder in map(Path, sys.argv[2:]):
-    try:
-        Engine.from_pretrained(folder).close()
-    except (UnprovedModelError, UnsupportedArchitectureError) as error:
-        print(folder.name, "refused:", error)
-    else:
-        print(folder.name, "taken")
-"""
-
-
-@pytest.fixture(scope="module")
-def tampered(tmp_path_factory):
-    """A copy of transformers whose files are links, but for those that are changed."""
-    source, copy = Path(transformers.__file__).parent, tmp_path_factory.mktemp("tampered") / "transformers"
-    subprocess.run(["cp", "-rs", source, copy], check=True)
-    for name, changes in TAMPERED.items():
-        file = copy / Path(sys.modules[getattr(transformers, name).__module__].__file__).relative_to(source)
-        text = file.read_text()
-        for old, new in changes:
-            assert old in text, (name, old)
-            text = text.replace(old, new)
-        file.unlink()
-        file.write_text(text)
-    return copy.parent
-
-
-def opened(front, names, folder):
-    """What a new process says of models of these classes, with a transformers in front of its own."""
-    for name in names:
-        saved(name, folder / name)
-    run = subprocess.run(
-        [sys.executable, "-c", _RUN, str(front), *(str(folder / name) for name in names)],
-        capture_output=True, text=True, check=True, timeout=280, env={**_ENV, "PYTHONPATH": f"{front}:{_ROOT}",
-        "FLEXGEN_HELM_HOME": str(folder / "home")},
-    )  # fmt: skip
-    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
-
-
-_ROOT = Path(proof.__file__).parents[2]
-_ENV = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop"}
-
-
-@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the changes are to the text of transformers 5.23.0")
-def test_a_tampered_transformers_is_refused(tampered, tmp_path):
-    said = opened(tampered, list(TAMPERED), tmp_path)
-    assert {name: answer.partition(":")[0] for name, answer in said.items()} == dict.fromkeys(TAMPERED, "refused"), said

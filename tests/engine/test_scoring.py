@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import RequestError
 from tests.helpers.chat_models import add_template
 from tests.helpers.tiny_models import VOCABULARY
@@ -131,9 +130,9 @@ def test_a_pair_beyond_the_window_fails_unless_it_may_be_cut(tiny, engine):
     assert all("beyond the" in str(score.error) and math.isnan(score.logprob) for score in refused[:3])
     cut = engine.score(pairs, truncate=True)
     assert "continuation has 97 tokens" in str(cut[2].error)
-    for place in (0, 1, 3):
-        logprob, is_greedy = expected(tiny("llama"), *pairs[place])
-        assert cut[place] == (pytest.approx(logprob, rel=1e-4), is_greedy)
+    for number in (0, 1, 3):
+        logprob, is_greedy = expected(tiny("llama"), *pairs[number])
+        assert cut[number] == (pytest.approx(logprob, rel=1e-4), is_greedy)
     assert refused[3] == cut[3]
 
 
@@ -160,32 +159,6 @@ def test_a_bad_pair_fails_alone(engine, pair, why):
     assert math.isnan(bad.logprob) and not bad.is_greedy
     assert first == last == engine.score([good])[0] and first.error is None
     assert engine.score([]) == []
-
-
-def test_a_model_without_a_tokenizer_scores_ids(tiny, tmp_path):
-    import shutil
-
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(tiny("llama").path / name, tmp_path)
-    with Engine.from_pretrained(tmp_path) as engine:
-        scored, text, empty = engine.score([([5, 6], [7]), ("the", "quick"), ([], [7])])
-    assert scored == (pytest.approx(expected(tiny("llama"), [5, 6], [7])[0], rel=1e-4), scored.is_greedy)
-    assert "no tokenizer files" in str(text.error) and "context is empty" in str(empty.error)
-
-
-def test_other_runs_do_not_look_for_the_most_probable_token(engine, monkeypatch):
-    wanted = []
-    predict = Executor._predict
-
-    def watched(self, weights, hidden, predictions):
-        wanted.append(any(prediction.needs_argmax for prediction in predictions))
-        return predict(self, weights, hidden, predictions)
-
-    monkeypatch.setattr(Executor, "_predict", watched)
-    (result,) = engine.run([GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=2, echo_logprobs=True)])
-    assert wanted and not any(wanted) and result.prompt_greedy is None
-    engine.score([([5, 6], [7])])
-    assert wanted[-1]
 
 
 def test_drawn_tokens_stay_what_they_are_beside_greedy_scores(engine):

@@ -13,8 +13,6 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine.sampler import most_probable
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import MAX_TOP_LOGPROBS
-from flexgen_helm.response_cache import decode_result, encode_result
-from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.tiny_models import VOCABULARY
 
 BEGINNING = [5 + i % 40 for i in range(24)]  # long enough to be shared
@@ -23,6 +21,7 @@ BEGINNING = [5 + i % 40 for i in range(24)]  # long enough to be shared
 @pytest.fixture(scope="module")
 def engine(tiny):
     with Engine.from_pretrained(tiny("llama").path) as loaded:
+        loaded.share_every_beginning()  # users of one get as many as each asks for
         yield loaded
 
 
@@ -68,31 +67,6 @@ def test_they_equal_those_of_transformers(engine, tiny, asked):
         compare(tiny("llama"), request, result)
 
 
-def test_users_of_a_shared_beginning_get_as_many_as_each_asks_for(tiny, monkeypatch):
-    share_at_no_cost(monkeypatch)
-    asked = [
-        GenerationRequest(
-            prompt_token_ids=[*BEGINNING, 7 + count], max_tokens=1, echo_logprobs=True, top_logprobs=count
-        )
-        for count in (0, 1, 5)
-    ]
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        results = engine.run(asked)
-        computed = engine.last_run["workload"]["prompt_tokens_computed"]
-    assert computed < sum(len(each.prompt_token_ids) for each in asked)
-    for request, result in zip(asked, results):
-        compare(tiny("llama"), request, result)
-
-
-def test_the_first_is_what_a_temperature_of_0_draws_and_its_score_is_the_drawn_one(engine):
-    plain = GenerationRequest(prompt_token_ids=BEGINNING, max_tokens=6, ignore_eos=True)
-    (alone,), (wanted,) = engine.run([plain]), engine.run([replace(plain, top_logprobs=2)])
-    (completion,) = wanted.completions
-    assert replace(completion, top_logprobs=()) == alone.completions[0]
-    first = [top[0] for top in completion.top_logprobs]
-    assert first == [*zip(completion.token_ids, completion.logprobs)]
-
-
 def test_of_equally_probable_tokens_the_first_is_the_drawn_one():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(0, 3, (200, 12), generator=generator).float()  # most rows have ties
@@ -108,14 +82,6 @@ def test_stop_strings_cut_them_as_they_cut_the_tokens(engine):
     stop = whole.tokens[4].strip() or whole.tokens[4]
     (cut,) = engine.run([replace(free, stop=(stop,))])[0].completions
     assert cut.finish_reason == "stop" and len(cut.top_logprobs) == len(cut.tokens) < 8
-
-
-def test_they_are_stored(engine):
-    request = GenerationRequest(prompt_token_ids=BEGINNING, max_tokens=2, echo_logprobs=True, top_logprobs=3)
-    (result,) = engine.run([request])
-    assert decode_result(encode_result(result)) == result
-    plain = encode_result(engine.run([replace(request, top_logprobs=0)])[0])
-    assert "top_logprobs" not in plain  # rows of earlier versions are as they were
 
 
 @pytest.mark.parametrize("count", [-1, MAX_TOP_LOGPROBS + 1, "two", None])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
-import numpy as np
-import psutil
 import pytest
 
 from flexgen_helm.hardware import host_memory
@@ -52,28 +49,7 @@ def test_what_others_take_is_not_returned_again_and_again(monkeypatch):
     assert process.returned == 2, "gaps are noticed as before"
 
 
-@pytest.mark.parametrize("has_file", [True, False])
-def test_the_reading_is_psutils_also_in_a_fork(has_file, monkeypatch):
-    if not has_file:  # as on a system without this file
-
-        def missing(*given):
-            raise FileNotFoundError
-
-        monkeypatch.setattr(host_memory.os, "open", missing)
-    host_memory._reader.cache_clear()
-    own = psutil.Process().memory_info().rss
-    assert abs(host_memory.resident_bytes() - own) < 8 * MIB
-    if has_file and hasattr(os, "fork"):
-        child = os.fork()
-        if not child:
-            before = host_memory.resident_bytes()
-            more = np.ones(200 * MIB, np.uint8)
-            os._exit(0 if host_memory.resident_bytes() - before > len(more) // 2 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-    monkeypatch.undo()
-    host_memory._reader.cache_clear()
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 def test_gaps_between_blocks_are_resident_until_then():
     """300 MiB in blocks of which every second one is freed: half of them stay resident, and then go."""

@@ -118,7 +118,7 @@ def folder_with(folder, tmp_path):
     return make
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("settings", GREEDY, ids=lambda settings: "-".join(settings))
 def test_answers_under_the_models_own_settings_equal_those_of_hf(folder_with, folder, tasks, settings):
     changed = folder_with(settings)
@@ -145,12 +145,11 @@ def test_a_sampled_task_without_top_p_has_the_models(folder_with, tasks):
         assert_equal(wide, theirs, [SUMS])
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram_size"])
-def test_a_tasks_setting_that_contradicts_the_models_is_refused(folder_with, tasks, name):
+def test_a_tasks_setting_that_contradicts_the_models_is_refused(folder_with, tasks):
     folder = folder_with({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2})
     with FlexgenLM(str(folder)) as lm:
-        with pytest.raises(UsageError, match=rf"{name}=1 .* is not what .*generation_config.json says"):
-            evaluate(lm, tasks, [SUMS], gen_kwargs={name: 1})
+        with pytest.raises(UsageError, match=r"no_repeat_ngram_size=1 .* is not what .*generation_config.json says"):
+            evaluate(lm, tasks, [SUMS], gen_kwargs={"no_repeat_ngram_size": 1})
         same = evaluate(lm, tasks, [SUMS], gen_kwargs={"repetition_penalty": 1.5})
     assert sums(same) == sums(evaluate(reference(folder, batch_size=1), tasks, [SUMS]))
 
@@ -170,8 +169,7 @@ def test_another_number_would_be_found(folder, tasks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["llama", "opt", "gpt2", "gemma2", "mistral", "qwen3", "pythia"])
-@pytest.mark.parametrize("max_length", [None, 33])
+@pytest.mark.parametrize("variant, max_length", [("opt", None), ("gemma2", 33), ("pythia", 33)])
 def test_every_kind_of_model_scores_as_hf(tiny, tmp_path, variant, max_length):
     tasks, path = invented_tasks(tmp_path / "tasks", 20, seed=3), tiny(variant).path
     with FlexgenLM(str(path), max_length=max_length) as lm:
@@ -180,11 +178,10 @@ def test_every_kind_of_model_scores_as_hf(tiny, tmp_path, variant, max_length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
-def test_a_published_model_scores_as_hf(wheel_model, shared_data, tmp_path, is_chat):
+def test_a_published_model_scores_as_hf(wheel_model, shared_data, tmp_path):
     tasks = real_tasks(tmp_path / "tasks", shared_data, 3)
     with FlexgenLM(str(wheel_model)) as lm:
-        ours = evaluate(lm, tasks, apply_chat_template=is_chat)
+        ours = evaluate(lm, tasks, apply_chat_template=True)
     hf = reference(wheel_model.parent, batch_size=1, gguf_file=wheel_model.name)
     for parameter in hf.model.parameters():
         if parameter.ndim > 1:  # matrices have 16 bits in both
@@ -192,7 +189,7 @@ def test_a_published_model_scores_as_hf(wheel_model, shared_data, tmp_path, is_c
     # `transformers` reads this file's tokenizer without its rule for digits: '\n\n3' has three tokens for it.
     digits_first = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     hf.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(digits_first)
-    assert_equal(ours, evaluate(hf, tasks, apply_chat_template=is_chat))
+    assert_equal(ours, evaluate(hf, tasks, apply_chat_template=True))
 
 
 def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder, tasks, tmp_path, monkeypatch):
@@ -239,7 +236,7 @@ def test_random_draws_are_the_same_in_every_run_and_differ_between_repeats_and_s
     assert len(first) == 12 and all(len(set(first[i : i + 3])) > 1 for i in range(0, 12, 3))
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_become_the_ids_of_the_hf_backend_and_back(family, tmp_path):
     folder = FAMILIES[family].write(tmp_path / "tokenizer")
@@ -297,12 +294,9 @@ def test_thinking_is_no_part_of_an_answer(tiny, tmp_path):
     [
         ({"colour": 1}, "colour=1"),
         ({"precison": "4bit"}, r"not supported; did you mean precision or revision\?$"),
-        ({"dtype": "float32"}, "precision"),
-        ({"precision": "5bit"}, "5bit"),
         ({"cpu_memory": "much"}, "much"),
         ({"max_length": 1000}, "max_length is 1000"),
         ({"chat_template": True}, "--apply_chat_template"),
-        ({"system_prompt": "x"}, "--system_instruction"),
         ({"thinking_budget": 9}, "think_end_token"),
     ],
 )

@@ -18,7 +18,7 @@ from flexgen_helm.harnesses.openai_formats import (
     to_requests,
 )
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from flexgen_helm.service.service import KeyedRequest
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def body_of(url, result=RESULT, prompts=1, ids=(5, 6), tokenizer=None, **fields)
     request = GenerationRequest(prompt_token_ids=(0, 5, 6))
     prompt = EncodedPrompt("the quick", ids, KeyedRequest(request, "key"))
     tokenizer = tokenizer or Words()
-    return to_body(asked, [prompt] * prompts, [result] * prompts, tokenizer, model="m", identity="1", created=9)
+    return to_body(asked, [prompt] * prompts, [result] * prompts, tokenizer, {"id": "1", "created": 9, "model": "m"})
 
 
 def test_results_become_the_body_of_a_completion():
@@ -185,45 +185,34 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
     "url, body, why",
     [
         ("/v1/embeddings", {}, "url is '/v1/embeddings'"),
-        (["x"], {}, "url is"),
         (TEXT, [], "body is []"),
         (TEXT, {}, "prompt is None"),
         (TEXT, {"prompt": []}, "prompt is []"),
         (TEXT, {"prompt": [[]]}, "prompt is [[]]"),
-        (TEXT, {"prompt": [5, "x"]}, "prompt is"),
         (TEXT, {"prompt": [True]}, "prompt is"),
-        (TEXT, {"prompt": {"a": 1}}, "prompt is"),
         (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
         (TEXT, {"prompt": "x", "max_tokenz": 1}, "by /v1/completions; did you mean max_tokens? known are model"),
         (TEXT, {"prompt": "x", "colour": 1}, "'colour' is not supported by /v1/completions; known are model"),
-        (TEXT, {"prompt": "x", "messages": MESSAGES}, "'messages' is not supported"),
         (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),
         (TEXT, {"prompt": "x", "n": 10**30}, "n is 1000"),
         (TEXT, {"prompt": "x", "n": 10_001}, "from 1 to 10,000"),
         (TEXT, {"prompt": "x", "n": True}, "n is True"),
         (TEXT, {"prompt": "x", "max_tokens": "4"}, "max_tokens is '4'"),
-        (TEXT, {"prompt": "x", "max_tokens": -1}, "max_tokens is -1"),
-        (TEXT, {"prompt": "x", "temperature": math.inf}, "temperature is inf"),
         (TEXT, {"prompt": "x", "temperature": math.nan}, "temperature is nan"),
         (TEXT, {"prompt": "x", "top_p": 1.5}, "top_p is 1.5"),
         (TEXT, {"prompt": "x", "seed": 2**64}, "seed is"),
         (TEXT, {"prompt": "x", "stop": [""]}, "stop is"),
-        (TEXT, {"prompt": "x", "stop": ["a", 5]}, "a list of texts"),
         (TEXT, {"prompt": "x", "echo": 1}, "echo is 1"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs is True"),
-        (TEXT, {"prompt": "x", "logprobs": 21}, "from 0 to 20"),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
         (TEXT, {"prompt": "x", "best_of": 3}, "best_of is 3"),
         (TEXT, {"prompt": "x", "stream": True}, "stream is True"),
         (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty is 0.5"),
-        (TEXT, {"prompt": "x", "model": 5}, "model is 5"),
         (CHAT, {"prompt": "x"}, "'prompt' is not supported by /v1/chat/completions"),
         (CHAT, {"messages": []}, "messages is []"),
-        (CHAT, {"messages": "hello"}, "messages is 'hello'"),
         (CHAT, {"messages": ["hello"]}, "messages.0 is 'hello'"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0 has no content"),
         (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": []}]}, "messages.0 has 'tool_calls'"),
-        (CHAT, {"messages": MESSAGES, "logprobs": 1}, "logprobs is 1"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs needs logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools is"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import signal
@@ -13,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
-import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, cli
@@ -169,10 +167,8 @@ def test_helms_legacy_client_gets_what_ours_gets(server, folder):
         ({"Host": "evil.example"}, 403, "is for the host 'evil.example'"),
         ({"Host": "127.0.0.1.evil.example:8000"}, 403, "is for the host"),
         ({"Origin": "http://evil.example"}, 403, "pages of 'http://evil.example'"),
-        ({"Origin": "null"}, 403, "pages of 'null'"),
         ({"Origin": "http://localhost:1"}, 403, "pages of"),  # another program of this machine
         ({"Content-Type": "text/plain"}, 415, "must be application/json"),
-        ({"Content-Type": "multipart/form-data"}, 415, "must be application/json"),
         ({"Content-Encoding": "gzip"}, 415, "Content-Encoding is 'gzip'"),
     ],
 )
@@ -191,27 +187,18 @@ def test_own_pages_and_names_of_this_machine_are_answered(server):
     "body, status, why",
     [
         (b"{not json", 400, "not JSON"),
-        (b"", 400, "not JSON"),
-        (b"\xff\xfe{", 400, "not JSON"),
         (b"[" * 100_000, 400, "nested too deeply"),
         (b'{"prompt": NaN}', 400, "NaN is no number"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "not JSON"),
         (b"[1]", 400, "must be an object"),
         (b'{"prompt": "\\ud800"}', 400, "not valid Unicode"),
         (b'{"prompt": "the", "user": "' + b"x" * 2**20 + b'"}', 413, "longer than"),
-        ({"prompt": {"a": 1}}, 400, "prompt is"),
         ({"prompt": [10**9]}, 400, "outside the vocabulary"),
-        ({"prompt": "the", "n": True}, 400, "n is True"),
-        ({"prompt": "the", "n": 10**30}, 400, "n is 1000"),
         ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 may wait"),
         ({"prompt": "the", "max_tokens": 10**9}, 400, "window"),
-        ({"prompt": "the", "logprobs": 21}, 400, "logprobs is 21"),
-        ({"prompt": "the", "stop": ["a", 1]}, 400, "stop"),
         ({"prompt": "the", "stream": "yes"}, 400, "stream is"),
         ({"prompt": "the", "stream_options": {"a": True}}, 400, "stream_options"),
         ({"prompt": "the", "chat_template": "{{ 1 }}"}, 400, "'chat_template' is not supported"),
         ({"prompt": "the", "model": "gpt-4o"}, 404, "is not served here"),
-        ({"prompt": "the", "temperature": "hot"}, 400, "temperature is"),
     ],
 )
 def test_a_hostile_body_is_refused_by_one_sentence(server, body, status, why):
@@ -374,58 +361,3 @@ def test_draws_without_a_seed_differ_and_are_repeated_by_the_next_server(folder,
             assert served.complete(**asked, seed=1)["choices"] == served.complete(**asked, seed=1)["choices"]
     assert len(set(found[0])) == 4 and found[0] == found[1]
     assert rows(tmp_path / "home") == 5
-
-
-@pytest.mark.slow
-def test_a_thousand_requests_of_sixty_four_clients(folder, engine, tmp_path):
-    """50 are bad, and the clients of 20 go away; memory is as it was."""
-    draw = random.Random(0)
-    kinds = ["bad"] * 50 + ["leaves"] * 20 + ["good"] * 930
-    draw.shuffle(kinds)
-    bodies = [
-        {"prompt": [draw.randint(5, 200) for _ in range(draw.randint(1, 40))], "max_tokens": draw.randint(1, 5),
-         "temperature": 0, "logprobs": 0, **({"n": 0} if kind == "bad" else {})}
-        for kind in kinds
-    ]  # fmt: skip
-    results = engine.run([
-        GenerationRequest(prompt_token_ids=body["prompt"], max_tokens=body["max_tokens"]) for body in bodies
-    ])  # fmt: skip
-    with serving(folder, tmp_path / "home") as served:
-        (process,) = (own for own in psutil.process_iter() if _listens(own, served.port))
-
-        def ask(place):
-            body = bodies[place]
-            if kinds[place] == "leaves":
-                content = json.dumps(body).encode()
-                with socket.create_connection(("127.0.0.1", served.port)) as leaving:
-                    leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-                return None
-            return served.request("POST", URL, body)
-
-        def everything():
-            with ThreadPoolExecutor(64) as pool:
-                return list(pool.map(ask, range(1000)))
-
-        answers, first = everything(), process.memory_info().rss
-        for _ in range(4):
-            again = everything()
-        assert eventually(lambda: rows(tmp_path / "home") == len({json.dumps(b) for b, k in zip(bodies, kinds)
-                                                                 if k != "bad"}))  # fmt: skip
-        assert process.memory_info().rss < 1.05 * first + 2**24
-    for given in (answers, again):
-        for kind, answer, result in zip(kinds, given, results):
-            if kind == "bad":
-                assert answer[0] == 400 and answer[1]["error"]["message"].startswith("n is 0")
-            elif kind == "good":
-                status, body = answer
-                (choice,), (expected,) = body["choices"], result.completions
-                assert status == 200 and choice["text"] == expected.text
-                assert math.fsum(choice["logprobs"]["token_logprobs"]) == pytest.approx(expected.logprob, abs=1e-4)
-    assert "Traceback" not in served.output
-
-
-def _listens(process, port):
-    try:
-        return any(each.status == "LISTEN" and each.laddr.port == port for each in process.net_connections("tcp"))
-    except psutil.Error:
-        return False

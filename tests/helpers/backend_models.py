@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.placement import UNLIMITED
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
@@ -114,6 +114,20 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
+def off(model: Any, result: GenerationResult) -> float:
+    """The largest difference of a log-probability, of the answers and the prompt if asked for, from the model's own."""
+    assert result.error is None and result.completions, result.error
+    largest = 0.0
+    for completion in result.completions:
+        tokens = torch.tensor([*result.prompt_token_ids, *completion.token_ids])
+        scores = torch.tensor([*(result.prompt_logprobs or ())[1:], *completion.logprobs])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=tokens[None, :-1]).logits[0].float(), -1)
+        expected = logprobs.gather(1, tokens[1:, None])[len(tokens) - 1 - len(scores) :, 0]
+        largest = max(largest, (expected - scores).abs().max().item())
+    return largest
+
+
 def largest_difference(
     name: str, folder: Path, options: Mapping[str, Any], model: Any = None
 ) -> tuple[float, TransformersConfig]:
@@ -132,14 +146,11 @@ def largest_difference(
         workload = engine.last_run["workload"]
         assert workload["prompt_tokens_computed"] < workload["prompt_tokens"]
     for request, result in zip(2 * asked, results, strict=True):
-        assert result.error is None, result.error
         prompt, answer = list(request.prompt_token_ids), result.completions[0]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
         logprobs = torch.log_softmax(logits, -1)
-        scores = [*zip(result.prompt_logprobs[1:], prompt[1:]), *zip(answer.logprobs, answer.token_ids)]
-        for row, (score, token) in zip(logprobs, scores, strict=False):
-            largest = max(largest, abs(score - row[token].item()))
+        largest = max(largest, off(model, result))
         for row, token in zip(logprobs[len(prompt) - 1 :], answer.token_ids, strict=False):
             largest = max(largest, (row.max() - row[token]).item())
     return largest, config
@@ -148,7 +159,7 @@ def largest_difference(
 def features(config: TransformersConfig) -> str:
     """What distinguishes the model for the engine."""
     found = []
-    others = [name for kind in config.modules.kinds for name, _ in kind.others]
+    others = [name for kind in config.modules.kinds for name, _ in kind.resident]
     if any(name.endswith("kv_b_proj.weight") for name in others):
         found.append("latents")
     elif config.num_kv_heads < config.num_heads:
@@ -170,21 +181,29 @@ def features(config: TransformersConfig) -> str:
         found.append("shared keys")
     if any(name.endswith("sinks") for name in others):
         found.append("attention sinks")
-    return ", ".join([*found, "tied head" if config.tied_head else "own head"])
+    return ", ".join(found) or "none of these"
 
 
-def _table() -> str:
-    rows = ["| class | features | largest difference |", "|---|---|---|"]
+def table(measured: Iterable[tuple[str, str, float]]) -> str:
+    """The page's table of classes, their features and differences: a row for classes with the same features."""
+    rows: dict[str, list[tuple[str, float]]] = {}
+    for name, shown, difference in measured:
+        rows.setdefault(shown, []).append((name.removesuffix("ForCausalLM"), difference))
+    lines = ["| features | classes | largest difference |", "|---|---|---|"]
+    for shown, classes in sorted(rows.items()):
+        lines.append(f"| {shown} | {', '.join(name for name, _ in classes)} | {max(dict(classes).values()):.1e} |")
+    return "\n".join(lines)
+
+
+def measure() -> Iterator[tuple[str, str, float]]:
     for name in supported():
-        if name in REFUSED:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            difference, config = largest_difference(name, Path(folder), {})
-        rows.append(f"| `{name}` | {features(config)} | {difference:.1e} |")
-    return "\n".join(rows)
+        if name not in REFUSED:
+            with tempfile.TemporaryDirectory() as folder:
+                difference, config = largest_difference(name, Path(folder), {})
+            yield name, features(config), difference
 
 
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(measure())}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

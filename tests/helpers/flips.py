@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scipy.stats import binom
 
-from flexgen_helm.report.shares import inferiority_p_value
+from flexgen_helm.report.paired import inferiority_p_value
 
 
 def draw_flips(draw, count, lost, won, times):

@@ -239,7 +239,7 @@ def _install_steps(order: Order, place: Path) -> None:
         setattr(owner, attribute, wrapper)
 
     counted(fingerprint.SourceFile, "read", "load")
-    counted(convert, "_fill", "convert", ends_too=True)
+    counted(convert, "_write_shard", "convert", ends_too=True)
     counted(convert, "write_synced", "convert-write")
     counted(convert, "_put_in_place", "convert-rename", ends_too=True)
     counted(executor.Executor, "_compute", "compute")

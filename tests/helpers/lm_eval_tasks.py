@@ -12,17 +12,6 @@ from typing import Any
 
 import pytest
 
-# The harness as a program that reads no tasks of its own.
-PROGRAM = """
-import faulthandler
-import sys
-import pytest
-faulthandler.dump_traceback_later(200, exit=True)  # one hung once
-from flexgen_helm import cli
-from tests.helpers.lm_eval_tasks import leave_out_others
-leave_out_others(pytest.MonkeyPatch())
-sys.exit(cli.main(sys.argv[1:]))
-"""
 Rows = Sequence[Mapping[str, Any]]
 WORDS = ["the", "of", "fox", "to", "in", "a", "is", "that", "dog", "was", "for", "on", "as", "with", "by", "he"]
 LAST_WORD, PAGES, CHOICES, SUMS, TURNS = NAMES = ["last_word", "pages", "choices", "sums", "turns"]

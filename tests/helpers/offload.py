@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.offload.experts import ExpertStreamer
+from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import SCHEDULES
 from tests.helpers.parity import prompts
+from tests.helpers.threads import in_thread
 
 MIB = 1 << 20
 # Names of the schedules by which answers of several tokens are drawn.
@@ -33,6 +40,25 @@ def workload(seed: int = 0, count: int = 9, longest: int = 40) -> list[Generatio
 def offloaded(tiny, variant, folder: Path, policy: Policy | str, **settings):
     settings = {"limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB), **settings}
     return Engine.from_pretrained(tiny(variant).path, policy=policy, offload_dir=folder, **settings)
+
+
+def tiers_of(
+    folder: Path, overlap: bool = True, has_gpu: bool = False, limits: dict[str, int] | None = None
+) -> TransferManager:
+    """Tiers of a host that computes, or of a gpu in host memory."""
+    ledgers = {tier: Ledger(tier, limits[tier] if limits else 1 << 30) for tier in TIERS}
+    engine = SimulatedCopyEngine(None, None) if has_gpu else None
+    return TransferManager(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+
+
+def within(work: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """The work's result; a test that would hang fails."""
+    thread, results = in_thread(work)
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 def with_expert_slots(patch: pytest.MonkeyPatch, slots: int) -> None:

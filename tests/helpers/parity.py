@@ -34,6 +34,18 @@ def assert_equals_reference(model, prompt, request, result):
         assert abs(logprob - row[token].item()) < TOLERANCE
 
 
+def differences(logprobs, prompt, result):
+    """How far scores of prompt and completions are from a model's; logprobs: of ids, a row for every place."""
+    assert result.error is None, result.error
+    found = []
+    for completion in result.completions:
+        ids = [*prompt, *completion.token_ids]
+        rows = logprobs(ids)
+        scores = [*result.prompt_logprobs[1:], *completion.logprobs]
+        found += [abs(score - rows[i, token].item()) for i, (score, token) in enumerate(zip(scores, ids[1:]))]
+    return found
+
+
 def assert_same(found, expected, tolerance=TOLERANCE):
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.error is None) == (theirs.error is None), (ours.error, theirs.error)

@@ -106,10 +106,10 @@ def _outcome(case: Case) -> Outcome:
 def _break(fault: str, folder: Path) -> None:
     """Let this rank fail in the way of `Job.fault`."""
     from flexgen_helm.engine import engine, executor
-    from flexgen_helm.scheduling import lanes
+    from flexgen_helm.scheduling import prepare
 
     if fault == "order":
-        lanes.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
+        prepare.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
     elif fault == "memory":
         capacities = engine.tier_capacities
 
@@ -133,15 +133,14 @@ def _break(fault: str, folder: Path) -> None:
 
 
 def _main(rank: Rank, folder: Path) -> None:
-    from flexgen_helm.engine.follower import follow
-    from flexgen_helm.engine.pipeline import leave_pipeline
+    from flexgen_helm.engine.pipeline import follow, leave_pipeline
 
     job: Job = pickle.loads((folder / "job.pickle").read_bytes())
     os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")  # as if each had a machine of its own
     if rank.number:
         if job.fault is not None and rank.number == 1:
             _break(job.fault, folder)
-        follow()
+        follow(Engine)
     else:
         outcomes: list[Outcome] = []
         for case in job.cases:

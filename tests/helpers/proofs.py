@@ -18,7 +18,7 @@ from flexgen_helm import Engine
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine import proof
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
-from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from tests.helpers.backend_models import REFUSED, supported
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 from tests.helpers.tiny_models import VARIANTS

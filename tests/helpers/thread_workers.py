@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from flexgen_helm.distributed.messages import Failure, Report
-from flexgen_helm.distributed.worker import Worker
-from flexgen_helm.progress import Event
+from flexgen_helm.distributed.worker import Failure, Report, Worker
 from flexgen_helm.request import GenerationRequest
-
-
-class ThreadWorker(Worker):
-    """A worker that reports what its own thread does, because observers are those of the process."""
-
-    def _on_event(self, event: Event) -> None:
-        if threading.current_thread() is self._thread:
-            super()._on_event(event)
 
 
 class ThreadWorkers:
     """What the driver knows of `RayWorkers`.
 
     make: makes the worker of a name. lose_at: name -> number of its unit that is lost with it.
+    hang: names of workers that answer nothing, until another one is lost, and then are lost too.
     """
 
-    def __init__(self, names: Sequence[str], make: Callable[[str], Any], lose_at: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], make: Callable[[str], Worker], lose_at: dict[str, int] | None = None, hang: str = ""
+    ) -> None:
         self.workers = {name: make(name) for name in names}
         self.units: dict[str, list[Sequence[GenerationRequest]]] = {name: [] for name in names}
         self.closed = False
-        self._lose_at = dict(lose_at or {})
-        self._pool = ThreadPoolExecutor(8)
-        self._replies: dict[str, Future[Report]] = {}
+        self._lose_at, self._hang = dict(lose_at or {}), hang
+        self._calls: dict[str, Iterator[Report]] = {name: worker.work(()) for name, worker in self.workers.items()}
 
     def poll(self, timeout_s: float) -> list[tuple[str, Report]]:
-        end = time.monotonic() + timeout_s
-        while not (done := [name for name, reply in self._replies.items() if reply.done()]):
-            if time.monotonic() > end:
-                return []
-            time.sleep(0.001)
-        return [(name, self._receive(name)) for name in done]
+        time.sleep(0.001)
+        return [(name, self._next(name)) for name in list(self._calls)]
 
-    def _receive(self, name: str) -> Report:
-        reply = self._replies.pop(name)
+    def _next(self, name: str) -> Report:
+        if self.units[name] and name in self._hang:
+            return {} if self._lose_at.keys() & self.workers.keys() else self._lose(name, "it has not answered")
         if self.units[name] and len(self.units[name]) == self._lose_at.get(name):
-            del self.workers[name]
-            return {"end": Failure("its machine burns", is_lost=True)}
-        return reply.result()
+            return self._lose(name, "its machine burns")
+        news = next(self._calls[name], None)
+        if news is None:
+            del self._calls[name]
+        return news or {}
 
-    def listening(self) -> list[str]:
-        return sorted(self.workers.keys() - self._replies.keys())
+    def _lose(self, name: str, why: str) -> Report:
+        self.drop(name)
+        return {Failure: Failure(why, is_lost=True)}
 
-    def send(self, worker: str, is_wanted: bool, requests: Sequence[GenerationRequest]) -> None:
-        assert worker in self.listening()
-        self.units[worker] += [requests] if requests else []
-        self._replies[worker] = self._pool.submit(self.workers[worker].exchange, is_wanted, requests)
+    def idle(self) -> list[str]:
+        return sorted(self.workers.keys() - self._calls.keys())
+
+    def call(self, worker: str, requests: Sequence[GenerationRequest]) -> None:
+        self.units[worker].append(requests)
+        self._calls[worker] = self.workers[worker].work(requests)
+
+    def cancel(self, worker: str) -> None:
+        self._calls.pop(worker).close()  # type: ignore[attr-defined]
 
     def drop(self, worker: str) -> None:
         del self.workers[worker]
-        self._replies.pop(worker, None)
+        self._calls.pop(worker, None)
 
     def count(self) -> int:
         return len(self.workers)
@@ -74,4 +68,3 @@ class ThreadWorkers:
 
     def close(self) -> None:
         self.closed = True
-        self._pool.shutdown(wait=False)

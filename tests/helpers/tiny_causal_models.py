@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexgen_helm.models.architectures.unlisted import UNLISTED_CLASSES
+from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
 
 # By names of config entries; those that a config does not have are left out.
 _SIZES: dict[str, Any] = dict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
-from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
+from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from tests.helpers.offload import tiers_of
 from tests.helpers.shares import share_of
 
 HEADS, DIM, LAYERS = 2, 16, 2
@@ -30,7 +29,7 @@ FORMATS = {
     "token by token": CacheFormat(GroupFormat(4, 8, "in"), GroupFormat(4, 8, "in"), 3),
     "sparse": CacheFormat(None, None, 4, value_share=0.5),
 }
-PLACES = {"device": ("gpu", True), "host": ("cpu", True), "disk": ("disk", True), "disk of a host": ("disk", False)}
+HOMES = {"device": ("gpu", True), "host": ("cpu", True), "disk": ("disk", True), "disk of a host": ("disk", False)}
 
 
 class Reference:
@@ -60,11 +59,9 @@ class Reference:
         return torch.cat((old_k[:border], k[border:])), torch.cat((old_v[:border], v[border:]))
 
 
-def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, TransferManager]:
-    tier, has_gpu = PLACES[place]
-    engine = SimulatedCopyEngine(None, None) if has_gpu else None
-    ledgers = {name: Ledger(name, 1 << 30) for name in TIERS}
-    tiers = TransferManager(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+def open_cache(folder: Path, home: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, TransferManager]:
+    tier, has_gpu = HOMES[home]
+    tiers = tiers_of(folder, overlap, has_gpu)
     fractions = {name: float(name == tier) for name in TIERS}
     return KVCache(CONFIG, tiers, torch.float32, fractions, cache_format=fmt), tiers
 
@@ -78,18 +75,17 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
     found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
     positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
-    starts = torch.zeros_like(positions)
-    for part in decode_parts(block, positions, starts, {None}, cache.codec, torch.float32):
+    for part in decode_parts(block, Queries(positions, 0, torch.float32), {None}, cache.codec):
         if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
             values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere
         else:
             keys, values = cache.read(block, layer, part)
-        mask, places = part.visible[None].mask, part.key_positions
+        mask, columns = part.visible[None].mask, part.key_positions
         for row, number in enumerate(range(part.sequences.start, part.sequences.stop)):
             for column in range(keys.shape[2]):
                 if mask is None or mask[row, 0, 0, column] == 0:
-                    position = column if places is None else int(places[row, column])
+                    position = column if columns is None else int(columns[row, column])
                     assert position not in found[number], "a key is seen once"
                     found[number][position] = keys[row, :, column], values[row, :, column]
     return found
@@ -98,7 +94,7 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
 @settings(max_examples=share_of(60, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(list(FORMATS)),
-    place=st.sampled_from(list(PLACES)),
+    home=st.sampled_from(list(HOMES)),
     prompts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     steps=st.integers(1, 40),
     page_tokens=st.sampled_from([0, 16]),
@@ -108,11 +104,11 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     seed=st.integers(0, 99),
 )
 def test_decoding_reads_what_was_written(
-    tmp_path, name, place, prompts, steps, page_tokens, joins, prefetch, overlap, seed
+    tmp_path, name, home, prompts, steps, page_tokens, joins, prefetch, overlap, seed
 ):
     """A growing block is replaced before each step that needs it; two blocks may begin apart and be joined."""
-    page_tokens = 0 if place.startswith("disk") else page_tokens
-    cache, tiers = open_cache(tmp_path, place, FORMATS[name], overlap)
+    page_tokens = 0 if home.startswith("disk") else page_tokens
+    cache, tiers = open_cache(tmp_path, home, FORMATS[name], overlap)
     reference, draw = Reference(seed), torch.Generator().manual_seed(seed)
     sequences = [
         Sequence(SequenceKind.PROMPT, (), [1] * n, n, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
@@ -189,14 +185,14 @@ def decode_step(cache: KVCache, block: CacheBlock, reference: Reference, prefetc
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["plain", "channels", "token by token"]),
-    place=st.sampled_from(list(PLACES)),
+    home=st.sampled_from(list(HOMES)),
     groups=st.integers(1, 4),
     behind=st.lists(st.integers(0, 50), min_size=1, max_size=5),
     overlap=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, place, groups, behind, overlap, seed):
-    cache, tiers = open_cache(tmp_path, place, FORMATS[name], overlap)
+def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, home, groups, behind, overlap, seed):
+    cache, tiers = open_cache(tmp_path, home, FORMATS[name], overlap)
     reference, length = Reference(seed), groups * (cache.prefix_multiple or 1)
     prefix = Sequence(SequenceKind.SHARED_PREFIX, (), [1] * length, length, max_new_tokens=1, needs_cache=True)
     prefix.block, prefix.slot = CacheBlock(length, 1, [prefix]), 0
@@ -245,18 +241,5 @@ def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
     cache.append(block, 0, placed(cache, block), *reference.new(1))
     keys = visible(cache, block, 0)[0]
     assert not torch.equal(keys[0][0], reference.tokens[sequences[1], 0][0][0])
-    cache.close()
-    tiers.close()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_storages_are_chosen_by_the_plan(tmp_path, place):
-    cache, tiers = open_cache(tmp_path, place, None, True)
-    prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
-    prompt.block, prompt.slot = CacheBlock(5, 1, [prompt]), 0
-    cache.write(*prompt.seat, 0, *Reference(0).new(3))
-    tier = PLACES[place][0]
-    assert cache.placed[tier] > 0 and sum(cache.placed.values()) == cache.placed[tier]
-    assert tiers.ledgers[tier].by_kind() == {"cache": cache.placed[tier]}
     cache.close()
     tiers.close()

@@ -8,18 +8,35 @@ import pytest
 import torch
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.kv_cache.transfers import BlockTransfers
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import TIERS
+from flexgen_helm.kv_cache.codec import make_codec
+from flexgen_helm.kv_cache.storage import HostStorage, MemoryStorage
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from tests.helpers.offload import tiers_of
 
 LAYER = 3
 
 
+class Scripted(HostStorage):
+    """A storage whose fetches and stores are the test's."""
+
+    def fetch(self, layer: int, step) -> None:
+        self._fetch = lambda layer, counts, room: (10, step)
+        self.prefetch(layer, ahead=True)
+
+    def store(self, layer: int, step) -> None:
+        self._store(layer, (torch.zeros(10),), step)
+
+    def wait(self, layer: int) -> None:
+        self._fetched(layer)
+
+
 @pytest.fixture
 def transfers(tmp_path):
-    tiers = TransferManager(torch.device("cpu"), "cpu", {tier: Ledger(tier, 1000) for tier in TIERS}, None, tmp_path)
-    made: BlockTransfers[str] = BlockTransfers(tiers)
+    tiers = tiers_of(tmp_path)
+    prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
+    codec = make_codec(None, 1, 1, torch.float32)
+    memory = MemoryStorage("cpu", codec, 1, 5, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    made = Scripted(tiers, codec, CacheBlock(5, 1, [prompt]), memory)
     yield made
     made.close()
     tiers.close()
@@ -41,8 +58,8 @@ class Step:
 def test_a_store_waits_for_a_fetch_before_it(transfers):
     log: list[str] = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
-    transfers.prefetch(LAYER, 10, fetch, ahead=True)
-    transfers.store(LAYER, 10, store)
+    transfers.fetch(LAYER, fetch)
+    transfers.store(LAYER, store)
     assert fetch.begun.wait(20) and not store.begun.wait(0.2)
     fetch.let_go.set(), store.let_go.set()
     transfers.finish_stores()
@@ -54,13 +71,13 @@ def test_a_fetch_waits_for_a_store_before_it(transfers, waits_first):
     """Also where the computing thread waits for that store already."""
     log: list[str] = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
-    transfers.store(LAYER, 10, store)
-    transfers.prefetch(LAYER, 10, fetch, ahead=True)
+    transfers.store(LAYER, store)
+    transfers.fetch(LAYER, fetch)
     waiting = threading.Thread(target=transfers.finish_stores, args=(LAYER,) if waits_first else (LAYER + 1,))
     waiting.start()
     assert store.begun.wait(20) and not fetch.begun.wait(0.2)
     fetch.let_go.set(), store.let_go.set()
-    transfers.fetched(LAYER)
+    transfers.wait(LAYER)
     waiting.join()
     assert log == ["store begins", "store ends", "fetch begins", "fetch ends"]
 
@@ -68,8 +85,8 @@ def test_a_fetch_waits_for_a_store_before_it(transfers, waits_first):
 def test_other_layers_wait_for_nothing(transfers):
     log: list[str] = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
-    transfers.prefetch(LAYER, 10, fetch, ahead=True)
-    transfers.store(LAYER + 1, 10, store)
+    transfers.fetch(LAYER, fetch)
+    transfers.store(LAYER + 1, store)
     assert fetch.begun.wait(20) and store.begun.wait(20)
     fetch.let_go.set(), store.let_go.set()
 
@@ -78,11 +95,11 @@ def test_the_error_of_a_store_meets_every_later_fetch(transfers):
     def no_memory(after: object) -> None:
         raise MemoryError
 
-    transfers.store(LAYER, 10, no_memory)
+    transfers.store(LAYER, no_memory)
     for _ in range(2):  # what was not stored is missing for good
-        transfers.prefetch(LAYER, 10, lambda: "nothing", ahead=True)
+        transfers.fetch(LAYER, lambda: "nothing")
         with pytest.raises(MemoryLimitError, match="KV cache was stored"):
-            transfers.fetched(LAYER)
+            transfers.wait(LAYER)
         transfers.drop(LAYER)
     with pytest.raises(MemoryLimitError):
         transfers.finish_stores()

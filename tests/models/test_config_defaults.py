@@ -35,7 +35,7 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(name: str) -> None
     saved = config.to_dict()
     wrong = {}
     for key in saved.keys() - ALWAYS_THERE:
-        without = {other: value for other, value in saved.items() if other != key}
+        without = {name: value for name, value in saved.items() if name != key}
         try:
             completed = type(config).from_dict(dict(without)).to_dict()
         except Exception:  # transformers itself needs the entry

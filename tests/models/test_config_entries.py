@@ -60,7 +60,7 @@ IGNORED = {
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Entries that no configuration here has by default, or none with these values.
-OTHERS: dict[str, list[Any]] = {
+ENTRIES: dict[str, list[Any]] = {
     "partial_rotary_factor": [0.5],
     "rotary_pct": [0.5],
     "rotary_emb_base": [333],
@@ -83,21 +83,11 @@ OTHERS: dict[str, list[Any]] = {
     "per_layer_config": [{"0": {"num_key_value_heads": 2}}, {"0": {"sliding_window": 3}}, {"1": {"rms_norm_eps": 0.5}}],
     "mlp_only_layers": [[0], [1]],
     "decoder_sparse_step": [2],
-    "clip_qkv": [0.5],
-    "logit_scale": [0.5],
-    "logits_scaling": [2.0],
-    "attention_multiplier": [0.3],
-    "residual_multiplier": [0.3],
-    "embedding_multiplier": [3.0],
     "final_logit_softcapping": [None, 3.0],
     "attn_logit_softcapping": [None, 3.0],
     "query_pre_attn_scalar": [20],
-    "use_qk_norm": [True],
     "_remove_final_layer_norm": [True],
-    "pretraining_tp": [2],
-    "is_decoder": [True],
     "is_causal": [False],
-    "no_rope_layers": [[0, 1]],
     "rope_scaling": [None, {}],
     "text_config": [None],
 }
@@ -137,38 +127,31 @@ def with_factors(kind: str, pairs: int) -> dict[str, Any]:
 def ropes(name: str, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Changes of a configuration that write a rotation in the ways of both versions of `transformers`."""
     head = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
-    without = {"rope_parameters": REMOVED}
+    without, beside = {"rope_parameters": REMOVED}, {"rope_theta": 50.0, "rope_local_base_freq": 9.0}
     for kind in KIND:
+        named = {"rope_type": kind.strip()}
         for part in (None, 0.5):
             pairs = (head if part is None and name != "GPTNeoXForCausalLM" else int(head * (part or 0.25))) // 2
-            own, named = with_factors(kind, pairs), kind.strip()
-            inside = {} if part is None else {"partial_rotary_factor": part}
-            yield {"rope_parameters": {"rope_type": named, "rope_theta": 50.0, **own, **inside}}
-            yield {**without, "rope_theta": 50.0, "rope_scaling": {"rope_type": named, **own, **inside}}
-            yield {**without, "rope_theta": 50.0, "rope_scaling": {"type": named, **own}, **inside}
-            if part is None:
-                yield {"rope_scaling": {"rope_type": named, **own}}
-                nested = {FULL: {"rope_type": named, **own}, SLIDING: {"rope_type": "default", "rope_theta": 9.0}}
-                yield {"rope_parameters": nested}
-                yield {"rope_parameters": {FULL: nested[FULL]}, "rope_theta": 50.0, "rope_local_base_freq": 9.0}
-                yield {"rope_parameters": {SLIDING: nested[FULL]}, "rope_theta": 50.0, "rope_local_base_freq": 9.0}
-                yield {
-                    "rope_parameters": {"rope_type": named, "rope_theta": 50.0, **own},
-                    "original_max_position_embeddings": 30,
-                    "attention_factor": 0.5,
-                    "beta_fast": 3.0,
-                    "factor": 7.0,
-                }
-            if part is None and named != "default":
-                yield {
-                    "rope_scaling": {"rope_type": named, "rope_theta": 50.0, **own},
-                    "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
-                }
+            rope, inside = with_factors(kind, pairs), {} if part is None else {"partial_rotary_factor": part}
+            yield {"rope_parameters": {**named, "rope_theta": 50.0, **rope, **inside}}
+            yield {**without, "rope_theta": 50.0, "rope_scaling": {**named, **rope, **inside}}
+            yield {**without, "rope_theta": 50.0, "rope_scaling": {"type": kind.strip(), **rope}, **inside}
+        rope = {**named, **with_factors(kind, (head if name != "GPTNeoXForCausalLM" else head // 4) // 2)}
+        yield {"rope_scaling": rope}
+        yield {"rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": 9.0}}}
+        yield {"rope_parameters": {FULL: rope}, **beside}
+        yield {"rope_parameters": {SLIDING: rope}, **beside}
+        yield {
+            "rope_parameters": {"rope_theta": 50.0, **rope},
+            **dict(original_max_position_embeddings=30, attention_factor=0.5, beta_fast=3.0, factor=7.0),
+        }
+        yield {"rope_scaling": {"rope_theta": 50.0, **rope}, "rope_parameters": {"rope_theta": 9.0, **DEFAULT}}
     yield {**without, "rope_theta": 333.0}
     yield {**without, "rope_theta": 333.0, "rotary_emb_base": 50, "rotary_pct": 0.5}
     yield {**without, "rotary_emb_base": 50, "partial_rotary_factor": 0.5}
 
 
+DEFAULT = {"rope_type": "default"}
 REMOVED = object()
 
 
@@ -191,8 +174,8 @@ def variations(key: str, value: Any) -> Iterator[Any]:
 def changes(name: str) -> Iterator[dict[str, Any]]:
     """All changes of the configuration of a class."""
     base, foreign = configuration(name), {}
-    for other in CLASSES:
-        foreign |= configuration(other)
+    for relative in CLASSES:
+        foreign |= configuration(relative)
     for key, value in base.items():
         if key not in IGNORED:
             yield from ({key: changed} for changed in variations(key, value))
@@ -200,7 +183,7 @@ def changes(name: str) -> Iterator[dict[str, Any]]:
         if key not in IGNORED and key not in base:
             yield {key: value}
             yield from ({key: changed} for changed in variations(key, value) if changed is not REMOVED)
-    for key, values in OTHERS.items():
+    for key, values in ENTRIES.items():
         yield from ({key: value} for value in values)
     if "rope_parameters" in base:
         yield from ropes(name, base)
@@ -244,10 +227,10 @@ def outcome(name: str, folder: Path, changed: dict[str, Any]) -> Any:
     try:
         with torch.no_grad():
             model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            expected = [torch.log_softmax(model(torch.tensor([own])).logits[0], -1) for own in PROMPTS]
+            expected = [torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1) for prompt in PROMPTS]
     except Exception as error:
         return f"transformers: {type(error).__name__}"
-    asked = [GenerationRequest(prompt_token_ids=own, max_tokens=0, echo_logprobs=True) for own in PROMPTS]
+    asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in PROMPTS]
     try:
         with Engine.from_pretrained(folder, unverified=True) as engine:
             results = engine.run(asked)
@@ -350,15 +333,21 @@ def test_what_no_record_has_is_refused_by_name(name: str, changed: dict[str, Any
         read_config(folders(name))
 
 
-@pytest.mark.fast(4)
-@pytest.mark.parametrize("attention", [{}, {"factor": 5.0}, {"attention_factor": 0.6, "factor": 2.0}])
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("LlamaForCausalLM", {"factor": 5.0}),
+        ("Phi3ForCausalLM", {"attention_factor": 0.6, "factor": 2.0}),
+        ("Gemma3ForCausalLM", {}),
+        ("GPTNeoXForCausalLM", {}),
+    ],
+)
 def test_longrope_is_served_up_to_the_original_context(name: str, attention: dict[str, float], folders: Any) -> None:
     """Beyond it every token has other keys, those of shorter texts beside included; such a text is refused alone."""
     pairs = 2 if name == "GPTNeoXForCausalLM" else 6
     factors = {"short_factor": [1 + i / 4 for i in range(pairs)], "long_factor": [4.0 + i for i in range(pairs)]}
-    own: dict[str, Any] = {**LONGROPE, **factors, **attention}
-    changed: dict[str, Any] = {"rope_parameters": {FULL: own} if name == "Gemma3ForCausalLM" else own}
+    rope: dict[str, Any] = {**LONGROPE, **factors, **attention}
+    changed: dict[str, Any] = {"rope_parameters": {FULL: rope} if name == "Gemma3ForCausalLM" else rope}
     if name == "Phi3ForCausalLM":  # whose default stands beside the parameters
         changed["original_max_position_embeddings"] = 20
     found = outcome(name, folders(name), changed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,20 +76,3 @@ def test_tokens_sorted_by_expert_give_what_each_token_gives_alone(count, per_tok
     assert weights.asked == [experts]
     names = ("gate", "up", "down")
     assert weights.products == ["mlp.router", *(f"mlp.experts.{e}.{name}" for e in experts for name in names)]
-
-
-@pytest.mark.parametrize("layer, known", [(0, True), (1, False)])
-def test_likely_experts_are_those_that_the_router_would_select_now(layer, known):
-    from dataclasses import replace
-
-    model = replace(
-        config("qwen3-30b-a3b"), hidden_size=HIDDEN, experts=MoEConfig(12, 3, INNER, True, dense_layers=(1,))
-    )
-    decoder = Decoder(model, torch.device("cpu"), torch.float64)
-    weights, hidden = Weights(12, 1), torch.randn(2, HIDDEN, dtype=torch.float64)
-    scores = decoder.likely_experts(weights, layer, hidden)
-    assert (scores is not None) == known
-    if scores is not None:
-        normed = torch.nn.functional.rms_norm(hidden, (HIDDEN,), eps=model.norm_eps)
-        used = set().union(*(one_token(weights, model.experts, row)[1] for row in normed))
-        assert {expert for expert in range(12) if scores[expert] > 0} == used

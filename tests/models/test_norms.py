@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from flexgen_helm.models.decoder import rms_norm
-from flexgen_helm.models.transformers_backend.norms import rms_norm_of
+from flexgen_helm.models.transformers_backend.decoder import rms_norm_of
 
 SIZE, EPS = 48, 1e-5
 
@@ -92,7 +92,7 @@ class _Doubled(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "module",
     [
         nn.LayerNorm(SIZE),
         nn.Linear(SIZE, SIZE),
@@ -104,5 +104,5 @@ class _Doubled(LlamaRMSNorm):
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_other_modules_stay_as_they_are(other):
-    assert rms_norm_of(other) is None
+def test_further_modules_stay_as_they_are(module):
+    assert rms_norm_of(module) is None

@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.planner.placement import TIERS
+from tests.helpers.offload import tiers_of
 
 WIDTH = 6
 ROW_BYTES = 4 * WIDTH
 
 
 def store_of(folder, fractions, limits):
-    ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
-    tiers = TransferManager(torch.device("cpu"), "gpu", ledgers, SimulatedCopyEngine(None, None), folder)
+    tiers = tiers_of(folder, has_gpu=True, limits=limits)
     return ActivationStore(tiers, fractions), tiers
 
 

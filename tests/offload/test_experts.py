@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import zlib
 from collections import Counter
@@ -14,87 +13,76 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm import Engine, GenerationRequest, Policy
 from flexgen_helm.errors import OffloadError
-from flexgen_helm.models.config import expert_number, expert_of, tensor_shapes
+from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.experts import ExpertCache, ExpertStreamer
-from flexgen_helm.offload.matrices import ExpertMatrix
-from flexgen_helm.offload.staging import ALIGNMENT
-from flexgen_helm.offload.transfer_stats import TransferStats
-from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
+from flexgen_helm.offload.experts import ExpertStreamer
+from tests.helpers.offload import offloaded, tiers_of, with_expert_slots, within, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.shares import share_of
-from tests.helpers.threads import in_thread
 from tests.helpers.tiny_models import VOCABULARY
 
-WAIT_S = 20.0
+SIZE = 64
 STAGES, EXPERTS = ("layers.0", "layers.1", "layers.2"), 6
 ALL = [f"{stage}.mlp.experts.{number}" for stage in STAGES for number in range(EXPERTS)]
 
 
-class Source:
-    """One expert of known bytes, as `OffloadedMatrix` has it; with delays, failures and a count of reads."""
+class Disk:
+    """What experts are read from: each has known bytes; with delays, failures and a record of reads."""
 
-    def __init__(self, name: str, log: Log) -> None:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        self.content = torch.randint(0, 256, (2, ALIGNMENT), dtype=torch.uint8, generator=generator)
-        self.name, self.shape, self.num_bytes, self._log = name, (2, ALIGNMENT), 2 * ALIGNMENT, log
-
-    def fetch(self, first: int, count: int, staging: torch.Tensor) -> torch.Tensor:
-        assert (first, count) == (0, 2)
-        self._log.note(self.name)
-        return staging[: self.num_bytes].view(self.shape).copy_(self.content)
-
-
-class Log:
     def __init__(self, seed: int = 0, slowest: float = 0.0) -> None:
-        self._random, self._slowest, self._lock = random.Random(seed), slowest, threading.Lock()
+        self._random, self._slowest = random.Random(seed), slowest
         self.reads: list[str] = []
         self.fail_at: int | None = None
-        self.gate = threading.Event()
-        self.gate.set()
 
-    def note(self, name: str) -> None:
-        with self._lock:
-            number = len(self.reads)
-            self.reads.append(name)
-            pause = self._random.random() * self._slowest
-        assert self.gate.wait(WAIT_S)
-        time.sleep(pause)
-        if number == self.fail_at:
+
+class Source:
+    """One expert of the disk, as `Expert` has it: two matrices, "a" and "b"."""
+
+    num_bytes = 2 * SIZE
+
+    def __init__(self, name: str, disk: Disk) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        self.content = torch.randint(0, 256, (2, SIZE), dtype=torch.uint8, generator=generator)
+        self.name, self._disk = name, disk
+
+    def fetch(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        number = len(self._disk.reads)
+        self._disk.reads.append(self.name)
+        time.sleep(self._disk._random.random() * self._disk._slowest)
+        if number == self._disk.fail_at:
             raise OSError("the disk is gone")
+        return dict(zip("ab", slot.view(2, SIZE).copy_(self.content)))
 
 
-def streamer(slots: int, log: Log, overlap: bool = True, **options) -> ExpertStreamer:
-    stored = {name: Source(name, log) for name in ALL}
-    memory = torch.zeros((slots, 2 * ALIGNMENT), dtype=torch.uint8)
-    return ExpertStreamer(stored, memory, options.pop("stats", TransferStats()), overlap, **options)
+@pytest.fixture
+def streamer(tmp_path):
+    """streamer(slots, disk, overlap, routed) -> experts; routed: uses of experts before, for which it may guess."""
+
+    def make(slots: int, disk: Disk, overlap: bool = True, routed: int = 0, is_idle=lambda: True) -> ExpertStreamer:
+        tiers = tiers_of(tmp_path, overlap)
+        if routed:
+            tiers.stats.count_experts(8, 1, routed * 2 * SIZE)
+        memory = torch.zeros((slots, 2 * SIZE), dtype=torch.uint8)
+        return ExpertStreamer({name: Source(name, disk) for name in ALL}, memory, tiers, is_idle)
+
+    return make
 
 
-def use(experts: ExpertStreamer, stage: str, numbers: list[int], again: bool = False, slow: float = 0.0) -> None:
+def names_of(stage: str, numbers) -> list[str]:
+    return [f"{stage}.mlp.experts.{number}" for number in numbers]
+
+
+def use(experts: ExpertStreamer, stage: str, numbers, again: bool = False, slow: float = 0.0) -> None:
     """One batch's use of some experts, in which every byte is compared."""
-    names = [f"{stage}.mlp.experts.{number}" for number in numbers]
-    experts.use(names, stage, again)
-    for name in names:
-        for offset in (0, ALIGNMENT):
-            matrix = ExpertMatrix(name, offset, (1, ALIGNMENT), torch.uint8)
-            expected = experts._stored[name].content.view(-1)[offset : offset + ALIGNMENT]
-            view = experts.matrix(matrix)
-            assert bool((view[0] == expected).all())
-            time.sleep(slow)
-            assert bool((view[0] == expected).all())  # still there when the product that reads it ends
+    experts.use(names_of(stage, numbers), stage, again)
+    for expert in names_of(stage, numbers):
+        for name, expected in zip("ab", experts._experts[expert].content):
+            for pause in (slow, 0.0):  # still there when the product that reads it ends
+                assert torch.equal(experts.matrix(expert, name), expected)
+                time.sleep(pause)
     experts.finish()
-
-
-def within(seconds: float, work):
-    """The work's result; a test that would hang fails."""
-    thread, results = in_thread(work)
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
 
 
 routings = st.lists(
@@ -106,227 +94,171 @@ routings = st.lists(
 
 def visits(routing: list[list[list[int]]]) -> Iterator[tuple[str, list[int], bool]]:
     for number, batches in enumerate(routing):
-        for place, numbers in enumerate(batches):
-            yield STAGES[number % len(STAGES)], numbers, place + 1 < len(batches)
+        for batch, numbers in enumerate(batches):
+            yield STAGES[number % len(STAGES)], numbers, batch + 1 < len(batches)
 
 
-@settings(max_examples=share_of(80, 3), deadline=None)
-@given(
-    routing=routings,
-    slots=st.sampled_from([1, 2, 3, 5, 9, len(ALL)]),
-    overlap=st.booleans(),
-    guesses=st.booleans(),
-    slowest=st.sampled_from([0.0, 0.0, 0.002]),
-    seed=st.integers(0, 99),
+drawn = settings(
+    max_examples=share_of(80, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(routing, slots, overlap, guesses, slowest, seed):
-    log, stats, draw = Log(seed, slowest), TransferStats(), random.Random(seed)
-    routed = Counter(f"{stage}.mlp.experts.{n}" for stage, numbers, _ in visits(routing) for n in numbers)
+
+
+@drawn
+@given(
+    routing=routings, slots=st.sampled_from([1, 2, 3, 5, 9, len(ALL)]),
+    kind=st.sampled_from(["", "overlap", "guesses"]), slowest=st.sampled_from([0.0, 0.0, 0.002]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(streamer, routing, slots, kind, slowest, seed):
+    disk, draw, guesses = Disk(seed, slowest), random.Random(seed), kind == "guesses"
+    experts = streamer(slots, disk, bool(kind))
+    stats = experts._tiers.stats
 
     def run():
-        experts = streamer(slots, log, overlap, stats=stats)
         for stage, numbers, again in visits(routing):
-            before = len(log.reads)
-            stats.count_experts(8, len(numbers), 2 * ALIGNMENT * len(numbers))
+            before = len(disk.reads)
+            stats.count_experts(8, len(numbers), 2 * SIZE * len(numbers))
             use(experts, stage, numbers, again, slow=slowest / 2)
             if not guesses:
-                assert len(log.reads) - before <= len(numbers)
+                assert len(disk.reads) - before <= len(numbers)
             elif not again:
                 following = STAGES[(STAGES.index(stage) + 1) % len(STAGES)]
-                names = [f"{following}.mlp.experts.{number}" for number in range(EXPERTS)]
-                experts.guess(names, torch.tensor([draw.choice([0.0, 0.5, 0.9]) for _ in range(EXPERTS)]))
-        experts.close()
+                scores = torch.tensor([draw.choice([0.0, 0.5, 0.9]) for _ in range(EXPERTS)])
+                experts.guess(names_of(following, range(EXPERTS)), scores)
+        experts.cancel()
 
-    within(WAIT_S, run)
+    within(run)
     counts = stats.experts
-    assert counts.read_bytes == len(log.reads) * 2 * ALIGNMENT
-    if not (guesses and overlap):
-        assert Counter(log.reads) <= routed and set(log.reads) == set(routed)
-        if slots == len(ALL):
-            assert Counter(log.reads) == Counter(set(routed)), "with a slot for each, one read for each"
+    assert counts.read_bytes == len(disk.reads) * 2 * SIZE
+    if guesses:
+        assert counts.wasted_bytes <= 0.05 * counts.routed_bytes + 2 * SIZE
     else:
-        assert counts.wasted_bytes <= 0.05 * counts.routed_bytes + 2 * ALIGNMENT
+        routed = Counter(name for stage, numbers, _ in visits(routing) for name in names_of(stage, numbers))
+        assert Counter(disk.reads) <= routed and set(disk.reads) == set(routed)
+        assert slots < len(ALL) or len(disk.reads) == len(routed), "with a slot for each, one read for each"
 
 
-@settings(max_examples=40, deadline=None)
+@drawn
 @given(
-    routing=routings,
-    slots=st.integers(1, 8),
-    overlap=st.booleans(),
-    fail_at=st.integers(0, 12),
-    guesses=st.booleans(),
-)
-def test_an_error_of_a_read_surfaces_at_the_use_and_a_later_pass_goes_on(routing, slots, overlap, fail_at, guesses):
-    log, stats = Log(), TransferStats()
-    stats.count_experts(8, 1, 1000 * ALIGNMENT)  # so that guesses are allowed
-    log.fail_at = fail_at
+    routing=routings, slots=st.integers(1, 8), kind=st.sampled_from(["", "overlap", "guesses"]),
+    fails=st.sampled_from(["read", "product"]), at=st.integers(0, 15),
+)  # fmt: skip
+def test_a_pass_that_breaks_off_anywhere_can_be_resumed(streamer, routing, slots, kind, fails, at):
+    """An error of a read surfaces at the use; computing fails where memory runs out."""
+    disk = Disk(at, 0.001)
+    disk.fail_at = at if fails == "read" else None
 
-    def one_pass(experts):
+    def one_pass(experts, uses_left):
         for stage, numbers, again in visits(routing):
-            use(experts, stage, numbers, again)
-            if guesses:
+            experts.use(names_of(stage, numbers), stage, again)
+            for name in names_of(stage, numbers):
+                experts.matrix(name, "a")
+                uses_left -= 1
+                if uses_left < 0:
+                    raise MemoryError
+            experts.finish()
+            if kind == "guesses":
                 experts.guess(ALL[:EXPERTS], torch.ones(EXPERTS))
 
     def run():
-        experts = streamer(slots, log, overlap, stats=stats)
-        failed = False
+        experts, failed = streamer(slots, disk, bool(kind), routed=500), None
         try:
-            one_pass(experts)
-        except OSError as error:
-            failed = "the disk is gone" in str(error)
-        if not guesses:
-            assert failed == (len(log.reads) > fail_at)
+            one_pass(experts, at if fails == "product" else 1 << 30)
+        except (OSError, MemoryError) as error:
+            failed = error
+        if fails == "read" and kind != "guesses":
+            assert (failed is not None) == (len(disk.reads) > at)
         experts.cancel()
-        log.fail_at = None
-        one_pass(experts)
-        experts.close()
-
-    within(WAIT_S, run)
-
-
-@settings(max_examples=30, deadline=None)
-@given(routing=routings, slots=st.integers(1, 8), overlap=st.booleans(), stop=st.integers(0, 15))
-def test_a_pass_that_is_broken_off_anywhere_can_be_resumed(routing, slots, overlap, stop):
-    log, left = Log(seed=stop, slowest=0.001), stop
-
-    def broken_pass(experts):
-        nonlocal left
-        for stage, numbers, again in visits(routing):
-            names = [f"{stage}.mlp.experts.{number}" for number in numbers]
-            experts.use(names, stage, again)
-            for name in names:
-                experts.matrix(ExpertMatrix(name, 0, (1, ALIGNMENT), torch.uint8))
-                left -= 1
-                if left < 0:
-                    raise MemoryError
-            experts.finish()
-
-    def run():
-        experts = streamer(slots, log, overlap)
-        try:
-            broken_pass(experts)
-        except MemoryError:
-            experts.cancel()
+        disk.fail_at = None
         for stage, numbers, again in visits(routing):
             use(experts, stage, numbers, again)
-        experts.close()
+        experts.cancel()
 
-    within(WAIT_S, run)
-
-
-def test_experts_load_side_by_side_with_computing_and_not_before_they_are_asked_for():
-    log = Log()
-    experts = streamer(4, log)
-    assert not log.reads
-    names = ALL[:3]
-    experts.use(names, STAGES[0], False)
-    deadline = time.monotonic() + 5.0
-    while len(log.reads) < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert sorted(log.reads) == names, "before the first was used"
-    experts.close()
+    within(run)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("slots, reads", [(EXPERTS, 3 * EXPERTS), (EXPERTS - 1, 4 * EXPERTS)])
-def test_batches_of_one_visit_share_the_experts_of_their_layer_if_the_slots_hold_them(overlap, slots, reads):
+def test_batches_of_one_visit_share_the_experts_of_their_layer_if_the_slots_hold_them(streamer, overlap, slots, reads):
     """Guesses of the next layer do not take the slots of the next batch. With a slot too few, one is read again."""
-    log, stats = Log(), TransferStats()
-    stats.count_experts(8, 1, 1000 * ALIGNMENT)  # so that guesses are allowed
-    experts = streamer(slots, log, overlap, stats=stats)
-    for place, stage in enumerate(STAGES):
-        use(experts, stage, [*range(EXPERTS)], again=True)
-        experts.guess(ALL[(place + 1) % 3 * EXPERTS :][:EXPERTS], torch.ones(EXPERTS))
+    disk = Disk()
+    experts = streamer(slots, disk, overlap, routed=500)
+    for number, stage in enumerate(STAGES):
+        use(experts, stage, range(EXPERTS), again=True)
+        experts.guess(ALL[(number + 1) % 3 * EXPERTS :][:EXPERTS], torch.ones(EXPERTS))
         time.sleep(0.01)  # for a guess that must not be read
-        use(experts, stage, [*range(EXPERTS)], again=False)
+        use(experts, stage, range(EXPERTS), again=False)
         experts.cancel()  # nor the next layer's behind the last batch
-    assert len(log.reads) == reads if slots == EXPERTS else 3 * EXPERTS < len(log.reads) <= reads
-    experts.close()
+    assert len(disk.reads) == reads if slots == EXPERTS else 3 * EXPERTS < len(disk.reads) <= reads
 
 
-def test_a_guess_that_fails_ends_no_loader():
+def test_a_guess_that_fails_harms_nothing(streamer):
     class Scores:
         def tolist(self):
             raise MemoryError
 
-    experts = streamer(2, Log())
-    for _ in range(20):  # more than there are loaders
-        experts.guess(ALL[:EXPERTS], Scores())
-        time.sleep(0.002)
-    within(WAIT_S, lambda: use(experts, STAGES[0], [0], False))
-    experts.close()
+    experts = streamer(2, Disk())
+    experts.guess(ALL[:EXPERTS], Scores())
+    within(lambda: use(experts, STAGES[0], [0]))
 
 
-def test_an_expert_that_was_not_asked_for_is_refused():
-    experts = streamer(2, Log())
+def test_an_expert_that_was_not_asked_for_is_refused(streamer):
+    experts = streamer(2, Disk())
     experts.use(ALL[:2], STAGES[0], False)
     with pytest.raises(AssertionError, match="was not asked for"):
-        experts.matrix(ExpertMatrix(ALL[2], 0, (1, ALIGNMENT), torch.uint8))
-    experts.matrix(ExpertMatrix(ALL[1], 0, (1, ALIGNMENT), torch.uint8))
+        experts.matrix(ALL[2], "a")
+    experts.matrix(ALL[1], "a")
     with pytest.raises(AssertionError, match="another order"):
-        experts.matrix(ExpertMatrix(ALL[0], 0, (1, ALIGNMENT), torch.uint8))
-    experts.close()
+        experts.matrix(ALL[0], "a")
+    experts.cancel()
 
 
-def settled(log: Log, count: int, seconds: float = 5.0) -> list[str]:
+def settled(disk: Disk, count: int) -> list[str]:
     """The reads, once there are so many; a little longer, for one too many."""
-    deadline = time.monotonic() + seconds
-    while len(log.reads) < count and time.monotonic() < deadline:
+    deadline = time.monotonic() + 5.0
+    while len(disk.reads) < count and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.02)
-    return log.reads
+    return disk.reads
 
 
-def test_likely_experts_are_read_while_nothing_else_is():
+@pytest.mark.parametrize("overlap, idle, reads", [(True, True, (2, 4)), (True, False, ()), (False, True, ())])
+def test_likely_experts_are_read_while_nothing_else_is(streamer, overlap, idle, reads):
     """The likeliest first, in half of the slots; and not where other weights are loaded, or without overlap."""
-    scores = torch.tensor([0.0, 0.2, 0.9, 0.0, 0.5, 0.1])
-    expected = [f"{STAGES[1]}.mlp.experts.{number}" for number in (2, 4)]
-    for overlap, idle, reads in ((True, True, expected), (True, False, []), (False, True, [])):
-        log, stats = Log(), TransferStats()
-        stats.count_experts(8, 1, 100 * 2 * ALIGNMENT)
-        experts = streamer(5, log, overlap, stats=stats, is_idle=lambda idle=idle: idle)
-        experts.guess(ALL[EXPERTS : 2 * EXPERTS], scores)
-        assert settled(log, len(reads)) == reads
-        if reads:
-            use(experts, STAGES[1], [2, 5])
-            assert log.reads[2:] == [f"{STAGES[1]}.mlp.experts.5"]
-            assert stats.experts.wasted_bytes == 0, "expert 4 may still be used"
-            use(experts, STAGES[0], [0, 1, 2, 3, 4, 5])
-            use(experts, STAGES[2], [0, 1, 2, 3, 4, 5])
-            assert stats.experts.wasted_bytes == 2 * ALIGNMENT
-        experts.close()
+    disk = Disk()
+    experts = streamer(5, disk, overlap, 100, lambda: idle)
+    experts.guess(names_of(STAGES[1], range(EXPERTS)), torch.tensor([0.0, 0.2, 0.9, 0.0, 0.5, 0.1]))
+    assert settled(disk, len(reads)) == names_of(STAGES[1], reads)
+    if reads:
+        use(experts, STAGES[1], [2, 5])
+        assert disk.reads[2:] == names_of(STAGES[1], [5])
+        assert not experts._tiers.stats.experts.wasted_bytes, "expert 4 may still be used"
+        use(experts, STAGES[0], range(EXPERTS))
+        use(experts, STAGES[2], range(EXPERTS))
+        assert experts._tiers.stats.experts.wasted_bytes == 2 * SIZE
+    experts.cancel()
 
 
 @pytest.mark.parametrize("routed, allowed", [(19, 0), (20, 1), (45, 2)])
-def test_wrong_guesses_cost_at_most_a_twentieth(routed, allowed):
-    log, stats = Log(), TransferStats()
-    stats.count_experts(8, routed, routed * 2 * ALIGNMENT)
-    experts = streamer(16, log, stats=stats)
+def test_wrong_guesses_cost_at_most_a_twentieth(streamer, routed, allowed):
+    disk = Disk()
+    experts = streamer(16, disk, routed=routed)
     experts.guess(ALL[:EXPERTS], torch.ones(EXPERTS))
-    assert len(settled(log, allowed)) == allowed
-    experts.close()
+    assert len(settled(disk, allowed)) == allowed
+    experts.cancel()
 
 
-def test_a_hot_expert_outlives_a_cycle_of_others():
-    cache: ExpertCache[str] = ExpertCache(3)
-    for key in ("hot", "a", "hot", "b", "hot", "c", "hot", "d"):
-        cache.note_use(key)
-        if key not in cache:
-            if not cache.has_free_slot:
-                cache.drop(cache.victim(()))
-            cache.put(key)
-    assert "hot" in cache and "a" in cache and "d" in cache, "of equals the newest is dropped"
-    assert cache.victim({"hot", "a", "d"}) is None
-    assert cache.victim((), prefers=lambda key: key != "hot") == "hot"
-
-
-def test_old_uses_are_forgotten():
-    cache: ExpertCache[str] = ExpertCache(2)
-    for _ in range(50):
-        cache.note_use("before")
-    for _ in range(50):
-        cache.note_use("now")
-    assert cache.uses("now") > 2 * cache.uses("before")
+def test_a_hot_expert_outlives_a_cycle_of_others_until_it_is_cold(streamer):
+    disk = Disk()
+    experts = streamer(3, disk, overlap=False)
+    for number in (0, 1, 0, 2, 0, 3, 0, 4, 0):
+        use(experts, STAGES[0], [number])
+    assert Counter(disk.reads) == Counter(ALL[:5])
+    use(experts, STAGES[0], [1])
+    assert disk.reads[5:] == [], "of equals the newest was dropped"
+    for number in [5] * 50 + [1] * 50 + [2, 0]:
+        use(experts, STAGES[0], [number])
+    assert disk.reads[-1] == ALL[0], "old uses are forgotten"
 
 
 # In an engine.
@@ -336,13 +268,13 @@ def test_old_uses_are_forgotten():
 def read_of_experts(monkeypatch) -> Counter[str]:
     """Expert -> how often it is read."""
     reads: Counter[str] = Counter()
-    honest = ExpertStreamer._fill
+    honest = ExpertStreamer._load
 
-    def fill(self, load):
-        reads[load.expert] += 1
-        honest(self, load)
+    def load(self, expert, slot):
+        reads[expert] += 1
+        return honest(self, expert, slot)
 
-    monkeypatch.setattr(ExpertStreamer, "_fill", fill)
+    monkeypatch.setattr(ExpertStreamer, "_load", load)
     return reads
 
 
@@ -367,7 +299,7 @@ def routing_of(model, tokens: list[list[int]], prompt: int) -> list[list[set[int
         )
     steps = [slice(0, prompt), *(slice(prompt + step, prompt + step + 1) for step in range(len(tokens[0]) - prompt))]
     return [
-        [set(torch.cat([own[layer][step] for own in gates]).flatten().tolist()) for layer in range(len(layers))]
+        [set(torch.cat([chosen[layer][step] for chosen in gates]).flatten().tolist()) for layer in range(len(layers))]
         for step in steps
     ]
 
@@ -412,25 +344,28 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
 @settings(max_examples=share_of(12, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     variant=st.sampled_from(["mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]),
-    precision=st.sampled_from(["fp16", "4bit"]),
-    weights=st.sampled_from([(0.0, 0.0), (0.3, 0.3), (0.0, 0.5), (0.5, 0.0)]),
+    shares=st.sampled_from([(0.0, 0.0), (0.3, 0.3), (0.0, 0.5), (0.5, 0.0)]),
     block=st.sampled_from([(3, 2), (6, 1), (1, 4)]),
-    schedule=st.sampled_from(["zigzag", "row"]),
-    device=st.sampled_from(["cpu", "sim"]),
     slots=st.sampled_from([1, 2, 3, 7, 100]),
-    overlap=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "precision": st.sampled_from(["fp16", "4bit"]),
+            "schedule": st.sampled_from(["zigzag", "row"]),
+            "device": st.sampled_from(["cpu", "sim"]),
+            "overlap": st.booleans(),
+        }
+    ),
 )
-def test_values_do_not_depend_on_where_experts_are(
-    tiny, resident, tmp_path, variant, precision, weights, block, schedule, device, slots, overlap
-):
-    options = dict(schedule=schedule, device=device, overlap=overlap, precision=precision)
+def test_values_do_not_depend_on_where_experts_are(tiny, resident, tmp_path, **drawn):
+    variant, options = drawn["variant"], drawn["options"]
     with pytest.MonkeyPatch.context() as patch:
-        with_expert_slots(patch, slots)
-        with offloaded(tiny, variant, tmp_path, Policy(*block, *weights, 0, 1, 0, 1), **options) as engine:
+        with_expert_slots(patch, drawn["slots"])
+        policy = Policy(*drawn["block"], *drawn["shares"], 0, 1, 0, 1)
+        with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
             results = engine.run(workload(1))
             for ledger in engine._tiers.ledgers.values():
                 ledger.check()
-    assert_same(results, resident(variant, precision))
+    assert_same(results, resident(variant, options["precision"]))
 
 
 @pytest.fixture(scope="module")
@@ -468,20 +403,3 @@ def test_a_file_of_an_expert_that_cannot_be_read_ends_the_run_and_not_the_engine
             patch.setattr(DirectFile, "read", read)
             engine.run(workload(1))
         assert_same(engine.run(workload(1)), expected)
-
-
-def test_an_expert_is_placed_whole_and_after_what_every_token_needs(tiny, tmp_path):
-    with offloaded(tiny, "qwen3-moe", tmp_path, "2x1,30,40,0,100,0,100", device="sim") as engine:
-        placed = engine.placement.weights
-    tiers = {name: {placed[other] for other in placed if expert_of(other) == name} for name in map(expert_of, placed)}
-    assert all(len(own) == 1 for expert, own in tiers.items() if expert is not None)
-    of_experts = {tier for expert, own in tiers.items() if expert is not None for tier in own}
-    assert of_experts == {"cpu", "disk"} and tiers[None] == {"gpu", "cpu"}, "nothing that all need is behind an expert"
-    assert {expert_number(expert) for expert in tiers if expert is not None} == set(range(8))
-
-
-def test_the_limit_of_a_tier_holds_with_experts(tiny, tmp_path):
-    limits = MemoryLimits(cpu=5 * MIB, disk=256 * MIB)
-    with offloaded(tiny, "qwen3-moe", tmp_path, "2x1,0,0,0,100,0,100", limits=limits) as engine:
-        engine.run(workload(1))
-        assert 0 < engine.last_run["peak_bytes"]["cpu"] <= 5 * MIB

@@ -11,18 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexgen_helm import Engine, MemoryLimits
-from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, MemoryLimitError
-from flexgen_helm.offload.disk import CheckpointFile, DirectFile
 from flexgen_helm.offload.matrices import WeightsAtRest
-from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.small_disks import small_disk
-from tests.helpers.tiny_models import VARIANTS
 
 ON_DISK = "3x2,0,0,0,100,0,100"
 
@@ -45,22 +41,6 @@ def engine_of(path, folder, **options):
 def written(folder):
     """Names of weight files."""
     return sorted(path.name for path in folder.glob("weights-*/*") if path.name.endswith(".weight"))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ranges_hold_the_bytes_of_the_tensors_they_are_of(tiny, variant):
-    """Read directly from the file: the tensor, bit for bit. The others are transposed, or divided among heads."""
-    checkpoint = SafetensorsCheckpoint(tiny(variant).path)
-    matrices = [name for name, shape in checkpoint.shapes.items() if len(shape) == 2]
-    ranges = {name: checkpoint.stored_range(name) for name in matrices}
-    for name, found in ranges.items():
-        if found is not None:
-            content = found.file.path.read_bytes()[found.offset : found.offset + found.size]
-            values = torch.frombuffer(bytearray(content), dtype=checkpoint.storage_dtype)
-            assert torch.equal(values.view(checkpoint.shapes[name]), checkpoint.tensor(name)), name
-        else:
-            assert checkpoint._tensors[name].transposed or len(checkpoint._tensors[name].rows) > 1, name
-    assert any(ranges.values()) or all(checkpoint._tensors[name].transposed for name in matrices if "embed" not in name)
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -138,17 +118,6 @@ def test_a_header_of_odd_length_is_no_place_to_compute_from(copy, tmp_path):
     with engine_of(path, tmp_path / "two") as engine:
         assert_same(engine.run(workload()), expected)
     assert written(tmp_path / "two") and not written(tmp_path / "one")
-
-
-def test_the_last_page_of_a_file_may_be_short(tmp_path):
-    file = tmp_path / "weights"
-    file.write_bytes(bytes(range(200)) * 30)
-    source = CheckpointFile(SourceFile.open(file))
-    buffer = pages(2 * ALIGNMENT)
-    source.read(0, buffer)
-    source.close()
-    assert bytes(buffer[:6000].numpy()) == file.read_bytes() and not buffer[6000:].any()
-    assert isinstance(source, DirectFile) and file.stat().st_size == 6000, "nothing was written"
 
 
 def test_weights_at_rest_need_no_room(tiny, tmp_path):

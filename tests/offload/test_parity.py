@@ -47,20 +47,22 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
 @settings(max_examples=share_of(12, 2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
-    schedule=st.sampled_from(DECODING_SCHEDULES),
-    device=st.sampled_from(["cpu", "sim"]),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
-    overlap=st.booleans(),
-    cpu_attention=st.booleans(),
     compute_mib=st.sampled_from([4, 8, 64]),
     seed=st.integers(0, 3),
+    options=st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(DECODING_SCHEDULES),
+            "device": st.sampled_from(["cpu", "sim"]),
+            "overlap": st.booleans(),
+            "cpu_attention": st.booleans(),
+        }
+    ),
 )
-def test_any_placement_gives_the_answers_of_the_resident_engine(
-    tiny, in_memory, tmp_path, policy, schedule, device, variant, overlap, cpu_attention, compute_mib, seed
-):
-    limits = MemoryLimits(gpu=compute_mib * MIB, cpu=(64 if device == "sim" else compute_mib) * MIB, disk=256 * MIB)
-    options = dict(schedule=schedule, device=device, overlap=overlap, cpu_attention=cpu_attention, limits=limits)
-    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+def test_any_placement_gives_the_answers_of_the_resident_engine(tiny, in_memory, tmp_path, **drawn):
+    variant, seed, options, compute = drawn["variant"], drawn["seed"], drawn["options"], drawn["compute_mib"] * MIB
+    limits = MemoryLimits(gpu=compute, cpu=64 * MIB if options["device"] == "sim" else compute, disk=256 * MIB)
+    with offloaded(tiny, variant, tmp_path, drawn["policy"], limits=limits, **options) as engine:
         results = engine.run(workload(seed))
     assert_same(results, in_memory(variant, seed))
 

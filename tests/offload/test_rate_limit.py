@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine.device import simulated_disk
-from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
-from flexgen_helm.offload.transfer_stats import RateLimit
-from flexgen_helm.planner.plan import simulated_gpu
+from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
+from tests.helpers.threads import in_thread
 
 SIZE = 16 * ALIGNMENT
 # Of 16 pages.
@@ -34,7 +32,7 @@ def seconds(*actions) -> float:
 
 
 def test_files_of_a_disk_share_its_rate_and_directions_do_not(tmp_path):
-    rates = simulated_disk((SIZE / SECONDS / 1e9, SIZE / (2 * SECONDS) / 1e9))
+    rates = DiskRates(RateLimit(SIZE / SECONDS / 1e9), RateLimit(SIZE / (2 * SECONDS) / 1e9))
     files = [DirectFile(tmp_path / name, SIZE, create=True, rates=rates) for name in "ab"]
     content, buffers = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8), [pages(SIZE), pages(SIZE)]
     buffers[0].copy_(content)
@@ -63,13 +61,6 @@ def test_a_transfer_that_fails_holds_nothing_up():
         pass
 
 
-def test_a_simulated_disk_is_planned_with_and_is_never_faster_than_the_machines():
-    laptop = load_profile("laptop")
-    machine = simulated_gpu(laptop, None, (0.25, 1e6))
-    assert machine.disk.read_bytes_s == 0.25e9 and machine.disk.write_bytes_s == laptop.disk.write_bytes_s
-    assert simulated_gpu(laptop, None).disk == laptop.disk
-
-
 def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, tmp_path):
     model = tiny("llama").path
     requests = [GenerationRequest(prompt_token_ids=[3, 5, 7], max_tokens=3, echo_logprobs=True)]
@@ -86,3 +77,12 @@ def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, t
     assert slow == plain
     moved = sum(record["bytes"]["disk_to_cpu"].values())
     assert moved > 0 and record["latency_s"] >= moved / 0.05e9
+
+
+def test_a_thread_has_one_buffer_which_grows():
+    engine = SimulatedCopyEngine(None, None)
+    buffer = engine.thread_buffer(5000)
+    assert buffer.numel() >= 5000 and engine.thread_buffer(100).data_ptr() == buffer.data_ptr()
+    thread, buffers = in_thread(lambda: engine.thread_buffer(100))
+    thread.join()
+    assert buffers[0].data_ptr() != buffer.data_ptr() and engine.thread_buffer(9000).numel() >= 9000

@@ -36,7 +36,7 @@ def command(num_ranks: int, *arguments: str) -> list[str]:
 
 
 def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
-    ranks = {own.environ().get("RANK"): own for own in psutil.Process(agent.pid).children()}
+    ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children()}
     return ranks[str(rank)]
 
 
@@ -99,10 +99,10 @@ def test_run_gives_the_scores_of_one_process(tmp_path, environment):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
         arguments = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s"]
-        own = {**environment, "FLEXGEN_HELM_HOME": str(folder / "home")}  # one has not the answers of the other
+        variables = {**environment, "FLEXGEN_HELM_HOME": str(folder / "home")}  # one has not the answers of the other
         program = ("-m", "flexgen_helm", *arguments)
         command = [*python("all"), *program] if num_ranks == 1 else torchrun_in_forks(num_ranks, *program)
-        done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         stats = sorted((folder / "benchmark_output/runs/s").glob("*/stats.json"))
         names = ("exact_match", "logprob", "perplexity")

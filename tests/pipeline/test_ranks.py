@@ -64,7 +64,7 @@ SETTINGS = [
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
     """A new kind with generation settings, which each rank proves; schedules, precisions; first and last layers."""
-    cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[4])]
+    cases = [Case(model("llama"), options, workload(count=8)) for options in (SETTINGS[2], ZIGZAG, SETTINGS[4])]
     cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
     config = VARIANTS["llama"]()
     config.num_hidden_layers, config.an_entry_that_nobody_knows = LAYERS, 2.5
@@ -80,8 +80,8 @@ def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
 
 def scoring(folder):
     shared = prompts(1, 30, seed=5)[0]
-    asked = [GenerationRequest(prompt_token_ids=shared + own, max_tokens=0, echo_logprobs=True, top_logprobs=place % 3)
-             for place, own in enumerate(prompts(24, 30))]  # fmt: skip
+    asked = [GenerationRequest(prompt_token_ids=shared + tail, max_tokens=0, echo_logprobs=True, top_logprobs=i % 3)
+             for i, tail in enumerate(prompts(24, 30))]  # fmt: skip
     return Case(folder, {**ZIGZAG, "schedule": "prefill-only"}, asked)
 
 
@@ -99,8 +99,8 @@ def check_records(records, offloaded):
 @pytest.mark.slow
 def test_two_ranks_in_every_setting(tmp_path, model):
     """Every schedule, precision and family of the first; then what is special in first and last layers; then scores."""
-    cases = [Case(model("llama"), own, workload(count=14)) for own in SETTINGS]
-    cases += [Case(model("opt"), own, workload(count=14)) for own in SETTINGS[::2]]
+    cases = [Case(model("llama"), options, workload(count=14)) for options in SETTINGS]
+    cases += [Case(model("opt"), options, workload(count=14)) for options in SETTINGS[::2]]
     for variant in ("opt-350m", "qwen2-windows", "qwen3-moe", "gpt2", "bloom-untied"):
         cases.append(Case(model(variant), ZIGZAG, workload(count=8)))
     records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(cases[0].model)])
@@ -110,14 +110,14 @@ def test_two_ranks_in_every_setting(tmp_path, model):
 @pytest.mark.slow
 def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
     cases = [
-        Case(model(variant), own, workload(count=14))
-        for variant, own in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[4]))
+        Case(model(variant), options, workload(count=14))
+        for variant, options in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[4]))
     ]
     assert compared(tmp_path, 4, cases)[0]["pipeline"]["lanes"] == 4
 
 
 def test_a_lost_rank_ends_all_with_one_sentence(tmp_path, model):
-    requests = [GenerationRequest(prompt_token_ids=own, max_tokens=40) for own in prompts(9, 40)]
+    requests = [GenerationRequest(prompt_token_ids=ids, max_tokens=40) for ids in prompts(9, 40)]
     ended = run_ranks(tmp_path, 3, Job([Case(model("llama"), {}, requests)], "kill"))
     assert ended.code and ended.seconds_after_fault < 10
     for outcome in ended.outcomes:  # none where torchrun was faster
@@ -141,8 +141,8 @@ def test_models_that_run_by_modules_of_transformers(tmp_path):
     cases = []
     for name in ("Gemma4ForCausalLM", "Qwen3_5ForCausalLM"):
         saved(name, tmp_path / name)
-        for own in ({}, ZIGZAG):
-            cases.append(Case(tmp_path / name, {**own, "offload_dir": tmp_path / "tiers"}, requests()))
+        for options in ({}, ZIGZAG):
+            cases.append(Case(tmp_path / name, {**options, "offload_dir": tmp_path / "tiers"}, requests()))
     ended = run_ranks(tmp_path, 2, Job(cases))
     assert ended.code == 0, ended.err
     for case, outcome in zip(cases, ended.outcomes, strict=True):

@@ -49,8 +49,3 @@ def test_a_quantized_cache_has_a_window_and_whole_pages_on_the_disk():
     assert on_disk.bytes_per_token == -(-12 * (-(-group // 4096) * 4096) // 64)
     assert in_memory.window_bytes == on_disk.window_bytes == (64 + 63) * 12 * 6144
     assert cache_sizes(OPT, fmt, 4, on_disk=False, one_layer=True).window_bytes == (64 + 63) * 6144
-
-
-def test_the_host_attends_only_to_a_plain_cache():
-    assert cache_sizes(OPT, None, 4, on_disk=False, host_attention=True).host_attends
-    assert not cache_sizes(OPT, PRECISIONS["4bit"].cache, 4, on_disk=False, host_attention=True).host_attends

@@ -13,14 +13,14 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names, stage_tensor_shapes
-from flexgen_helm.planner.placement import place, tier_fractions
+from flexgen_helm.planner.placement import choose_tiers, tier_fractions
 from flexgen_helm.planner.plan import make_plan, planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import search
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import config, small
-from tests.helpers.shares import share, share_of
+from tests.helpers.shares import share_of
 
 GIB = 1 << 30
 MACHINES = ("laptop", "t4", "rtx3090", "a100", "h100", "h200")
@@ -69,13 +69,6 @@ def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], *some)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", share(CATALOG, 12))
-def test_every_model_of_the_catalog_is_planned_wherever_one_sequence_fits(model):
-    """On one machine each, another for other models: all pairs take a quarter of an hour."""
-    check_scoring(model, random.Random(model).choice(list(MACHINES)))
-
-
 def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
     problem = problem_of("opt-30b", "t4", (600, 1, 5100), limits=MemoryLimits(cpu=80 * GIB, disk=0))
     with pytest.raises(MemoryLimitError, match=r"prefill-only has 5,100 sequences.*leave --schedule out") as refused:
@@ -85,17 +78,6 @@ def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
 
 
 # --- Latency ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.9, 0.2])
-def test_scoring_keeps_a_limit_of_latency_with_smaller_blocks(share):
-    problem = problem_of("opt-6.7b", "t4", (500, 1, 2000))
-    free = search(problem)
-    bound = search(problem, max_latency=share * free.prediction.block_s)
-    assert bound.prediction.block_s <= share * free.prediction.block_s * (1 + 1e-6)
-    with pytest.raises(MemoryLimitError, match=r"prefill-only has 2,000 sequences and takes [\d.]+ s; leave --sch"):
-        search(problem, (PREFILL_ONLY,), max_latency=share * free.prediction.block_s)
 
 
 @pytest.mark.slow
@@ -147,28 +129,14 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
     assume(best is not None)
     _, output, count = workload
     assert best.prediction.tokens_per_s == pytest.approx(output * count / best.prediction.latency_s)
-    own = [getattr(best.policy, name) for name in ("wg", "wc", "cg", "cc", "hg", "hc")]
+    found = [getattr(best.policy, name) for name in ("wg", "wc", "cg", "cc", "hg", "hc")]
     draw = random.Random(count)
     for _ in range(60):
         batch, batches = draw.randint(1, max(1, count)), draw.choice([1, 1, 2, 3, 4, 8])
-        policy = Policy(batch, batches, *draw.choice([own, *SHARES]))
-        other = predict(problem, policy, ZIGZAG)
-        if other.feasible:
-            assert best.prediction.latency_s <= 1.03 * other.latency_s, policy
-
-
-@given(problems)
-@settings(max_examples=share_of(15, 3), deadline=None, derandomize=True)
-@example(("mixtral-8x7b-v0.1", "t4", (1500, 2, 5), "fp16"))
-@example(("llama-3.1-8b", "t4", (100, 8, 5), "fp16"))  # 3x2 counted six
-def test_fewer_sequences_are_never_slower(drawn):
-    model, machine, (prompt, output, count), precision = drawn
-    fewer, more = (
-        found_or_none(problem_of(model, machine, (prompt, output, number), precision=precision))
-        for number in (count, count + 1)
-    )
-    assume(fewer is not None and more is not None)
-    assert fewer.prediction.latency_s <= more.prediction.latency_s * 1.03, (fewer, more)
+        policy = Policy(batch, batches, *draw.choice([found, *SHARES]))
+        predicted = predict(problem, policy, ZIGZAG)
+        if predicted.feasible:
+            assert best.prediction.latency_s <= 1.03 * predicted.latency_s, policy
 
 
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))
@@ -209,7 +177,7 @@ def test_more_of_a_resource_never_makes_a_plan_worse(drawn, what):
 def least_seconds(problem, policy):
     """Bytes over bandwidth and operations over rate, counted by hand from where each matrix is placed."""
     config, hardware, workload = problem.config, problem.hardware, problem.workload
-    placed = place(problem.storage.matrices, tier_fractions(policy, "weights", hardware.gpu is not None))
+    placed = choose_tiers(problem.storage.matrices, tier_fractions(policy, "weights", hardware.gpu is not None))
     streamed = {"cpu": 0.0, "disk": 0.0}
     for stage in stage_names(config):
         if stage == EMBED:

@@ -45,20 +45,13 @@ def test_copies_are_kept_where_they_are_of_use_and_fit():
     assert not keeps_copies(model, replace(converts, limits={**ROOMY, "cpu": 700 * MIB}))
 
 
-def test_a_problem_decides_as_the_engine_does():
-    for hardware in (LAPTOP, UNIT):
-        own = problem(hardware)
-        assert own.copies_fit == keeps_copies(own.storage, own.machine) == (hardware is LAPTOP)
-        assert own.machine.multiplied_as_stored == ("float16" if hardware is UNIT else None)
-
-
 def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     policy, tight = Policy(8, 8, 0, 1, 0, 1, 0, 1), {"gpu": 0.0, "cpu": 800.0 * MIB, "disk": 1e12}
 
     def seconds(hardware: HardwareProfile, **changes) -> dict[str, float]:
         cpu = replace(hardware.cpu, **changes)
-        own = replace(problem(replace(hardware, cpu=cpu)), limits=tight)
-        return predict(own, policy, ROW, rounded=False).seconds["decode"]
+        asked = replace(problem(replace(hardware, cpu=cpu)), limits=tight)
+        return predict(asked, policy, ROW, rounded=False).seconds["decode"]
 
     assert seconds(LAPTOP)["convert"] > 0 == seconds(UNIT)["convert"]
     # Products that take no time but that of reading the weights.
@@ -77,8 +70,8 @@ def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     ],
 )
 def test_products_have_the_rate_of_their_weights(hardware, storage, precision, factor):
-    own = problem(hardware, storage, precision)
-    assert own.product_flops.at(77) == pytest.approx(factor * _CURVE.at(77))
+    asked = problem(hardware, storage, precision)
+    assert asked.product_flops.at(77) == pytest.approx(factor * _CURVE.at(77))
 
 
 def test_a_profile_with_such_rates_survives_a_round_trip():

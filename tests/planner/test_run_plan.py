@@ -11,7 +11,6 @@ from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Choices, Poli
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.weight_placement import place_weights
-from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.planning_problems import MIB, config, small
 
 OPT = config("opt-125m")
@@ -61,14 +60,6 @@ def test_a_pass_over_the_whole_data_set_spreads_its_hidden_states():
     made = plan(schedule=PREFILL_ONLY, run=RunSize(40, 100_000))
     assert made.activations["gpu"] == pytest.approx(0.1 * FREE["gpu"] / (100_000 * 768 * 4))
     assert made.activations["disk"] > 0 and sum(made.activations.values()) == pytest.approx(1)
-
-
-def test_a_quantized_cache_takes_fewer_bytes():
-    plain, packed = (
-        plan(replace(placed(), model=StorageSizes(OPT, replace(PRECISIONS["fp16"], cache=fmt)))).limits
-        for fmt in (None, PRECISIONS["4bit"].cache)
-    )
-    assert packed.cache_tokens > 4 * plain.cache_tokens and packed.slot_overhead > plain.slot_overhead == 0
 
 
 def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.planner.policy import AUTOMATIC, SCHEDULES
-from flexgen_helm.scheduling.work_items import WorkItem, work_items
-from tests.helpers.paths import ROOT
-
-PACKAGE = ROOT / "flexgen_helm"
+from flexgen_helm.scheduling.scheduler import WorkItem, work_items
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
@@ -22,9 +17,9 @@ PACKAGE = ROOT / "flexgen_helm"
 def test_an_order_takes_every_batch_through_all_stages_in_sequence(schedule, num_stages, num_batches):
     items = list(schedule.order(num_stages, num_batches))
     for batch in range(num_batches):
-        assert [stage for stage, other in items if other == batch] == list(range(num_stages))
+        assert [stage for stage, visited in items if visited == batch] == list(range(num_stages))
     for stage in range(num_stages):  # a later batch may attend to a shared prefix in an earlier one
-        assert [batch for other, batch in items if other == stage] == list(range(num_batches))
+        assert [batch for visited, batch in items if visited == stage] == list(range(num_batches))
     assert len(items) == num_stages * num_batches
     assert work_items(schedule, num_stages, num_batches) == [WorkItem(*item) for item in items]
     # Runs of items at one stage are what the weights are read for.
@@ -39,26 +34,3 @@ def test_users_name_them():
         assert EngineConfig(schedule=name).fixed_schedule is schedule and str(schedule) == name
     assert EngineConfig().fixed_schedule is None
     assert all(schedule.reads_once for schedule in AUTOMATIC)
-
-
-def compared(source: str) -> list[str]:
-    """Names of schedules that something is compared with. Types leave no other use for them."""
-    comparisons = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.Match)]
-    parts = (part for comparison in comparisons for part in ast.walk(comparison))
-    return [part.value for part in parts if isinstance(part, ast.Constant) and part.value in SCHEDULES]
-
-
-def test_no_module_compares_a_schedule_with_a_name():
-    assert [path for path in PACKAGE.rglob("*.py") if compared(path.read_text())] == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'if plan.schedule.name == "row": pass',
-        'order = "a" if name in ("zigzag", "row") else None',
-        'match name:\n    case "prefill-only": pass',
-    ],
-)
-def test_a_comparison_with_a_name_would_be_found(line):
-    assert compared(line) and not compared('advice = "take --schedule zigzag"')

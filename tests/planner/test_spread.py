@@ -24,7 +24,6 @@ def test_only_the_papers_machine_is_fitted():
     [
         replace(T4, gpu=None, link=None),  # --device cpu
         simulated_gpu(T4, None),
-        replace(T4, gpu=replace(T4.gpu, memory_bytes_s=T4.gpu.memory_bytes_s * 2)),
         replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)),
     ],
 )

@@ -98,7 +98,7 @@ def _is_base(name: str) -> bool:
     return resolve(name.removeprefix("acme--") if name == "gpt2" else name).is_base
 
 
-@pytest.mark.fast(80)
+@pytest.mark.fast(24)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_are_those_of_helms_client(pair: Pair, kind: str, text: str) -> None:

@@ -17,18 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.metrics.basic_metrics import get_num_bytes
-from helm.benchmark.presentation.run_entry import RunEntry
-from helm.benchmark.run import run_entries_to_run_specs
-from helm.benchmark.runner import Runner
-from helm.benchmark.scenarios.scenario import Input, Instance
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
-from helm.common.authentication import Authentication
 from helm.common.cache import Cache, SqliteCacheConfig
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.local_context import LocalContext
@@ -40,6 +32,7 @@ from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+from tests.plugin.objects import execution, state
 
 WINDOW = 400
 MODEL, CHAT = "flexgen/contract", "flexgen/contract-chat"
@@ -175,13 +168,6 @@ def test_the_window_at_its_exact_limits(helm: LocalContext, model: Model) -> Non
         assert not over.success and "beyond the model's window" in str(over.error)
 
 
-def test_the_window_service_and_the_client_agree_on_tokens(helm: LocalContext) -> None:
-    window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(helm))
-    result = ask(helm, request(echo_prompt=True, max_tokens=0))
-    assert window.get_num_tokens(PROMPT) == len(result.completions[0].tokens)
-    assert window.decode(window.encode(PROMPT).tokens) == PROMPT
-
-
 # Chats
 
 
@@ -216,11 +202,8 @@ def test_a_score_is_of_the_text_itself_with_a_template_too(helm: LocalContext) -
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"num_completions": 10**9}, "num_completions"),
         ({"num_completions": 10**9, "temperature": 1.0}, "n is 1000000000"),
         ({"prompt": "ab\ud800"}, "not valid Unicode"),
-        ({"stop_sequences": [""]}, "stop string"),
     ],
 )
 def test_what_cannot_be_served_is_never_retried(
@@ -229,14 +212,6 @@ def test_what_cannot_be_served_is_never_retried(
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"HELM retries after {seconds} s"))
     with pytest.raises(NonRetriableException, match=says):
         helm.make_request(request(**changes))
-
-
-def test_a_failed_result_says_that_it_is_fatal(helm: LocalContext) -> None:
-    result = helm.make_request(request("fox " * 2 * WINDOW))
-    assert not result.success and result.error_flags is not None
-    assert (result.error_flags.is_retriable, result.error_flags.is_fatal) == (False, True)
-    embedding = helm.make_request(request(embedding=True))
-    assert embedding.error_flags is not None and not embedding.error_flags.is_retriable
 
 
 # Caching, executor, runner
@@ -269,20 +244,6 @@ def test_helms_own_cache_is_not_used(helm: LocalContext, tmp_path: Path) -> None
     assert list(tmp_path.rglob("*.sqlite")) != []
 
 
-def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
-    cache = SqliteCacheBackendConfig(str(tmp_path))
-    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
-    return replace(spec, **changes)
-
-
-def state(*requests: Request) -> ScenarioState:
-    states = [
-        RequestState(Instance(Input(str(place)), [], id=str(place)), None, None, 0, None, asked, None, 0, False)
-        for place, asked in enumerate(requests)
-    ]
-    return ScenarioState(AdapterSpec(model=MODEL, model_deployment=MODEL), states)
-
-
 def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm: LocalContext, tmp_path: Path) -> None:
     asked = [request(f"number {number}", max_tokens=2) for number in range(9)]
     done = Executor(execution(tmp_path)).execute(state(*asked))
@@ -292,30 +253,3 @@ def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm: Local
     assert all(one.result is None for one in dry.request_states)
     with pytest.raises(ExecutorError, match="beyond the model's window"):
         Executor(execution(tmp_path)).execute(state(asked[0], request("fox " * WINDOW * 2)))
-
-
-@pytest.mark.parametrize(
-    "entry, statistic",
-    [
-        ("simple_mcqa", "exact_match"),
-        ("simple_mcqa:data_augmentation=robustness", "exact_match"),
-        ("simple_classification", "classification_macro_f1"),
-    ],
-)
-def test_a_runner_makes_the_statistics_of_a_run(
-    helm: LocalContext, tmp_path: Path, entry: str, statistic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    name, _, arguments = entry.partition(":")
-    whole = RunEntry(f"{name}:model={MODEL}" + (f",{arguments}" if arguments else ""), 1, None)
-    (spec,) = run_entries_to_run_specs([whole], 3)
-    spec = replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=3, max_train_instances=1))
-    runner = Runner(execution(tmp_path), str(tmp_path / "out"), "s", False, False, False, False, True)
-    runner.run_one(spec)
-    folder = Path(runner.runs_path) / spec.name
-    stats = {stat["name"]["name"] for stat in json.loads((folder / "stats.json").read_text())}
-    assert statistic in stats and "num_prompt_tokens" in stats
-    states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
-    assert all(one["result"]["success"] for one in states)
-    perturbed = [one for one in states if one["instance"].get("perturbation")]
-    assert bool(perturbed) == ("data_augmentation" in entry)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -13,42 +12,33 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import helm.benchmark
 import pytest
-import yaml
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import runner as helm_runner
 from helm.benchmark import tokenizer_config_registry as tokenizers
-from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
-from helm.benchmark.metrics.metric import MetricSpec
+from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.runner import Runner
-from helm.benchmark.scenarios.scenario import Input, Instance
 from helm.benchmark.scenarios.simple_scenarios import SimpleMCQAScenario
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
-from helm.common.authentication import Authentication
-from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.general import ensure_file_downloaded
 from helm.common.object_spec import parse_object_spec
 from helm.common.request import ErrorFlags, Request
-from yaml.loader import SafeLoader as PurePythonLoader  # as it is, whatever `yaml.SafeLoader` has become
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.cli.run import _print_scores, run_and_show
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.plugin import helm_patches, suite
 from flexgen_helm.plugin.client import FlexgenClient
-from flexgen_helm.plugin.context import PluginContext, get_context
+from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.failures import exit_code_of, explain_failure
 from flexgen_helm.plugin.model_settings import ModelSettings
 from flexgen_helm.service.models import ModelReader
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
+from tests.plugin.objects import execution, state
 
 MODEL = "flexgen/opt-125m"
 FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
@@ -64,12 +54,6 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_context: Any) -
     context.service.close()
 
 
-def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
-    cache = SqliteCacheBackendConfig(str(tmp_path))
-    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
-    return replace(spec, **changes)
-
-
 def runner(tmp_path: Path, **changes: Any) -> Runner:
     return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
 
@@ -79,35 +63,15 @@ def run_spec(instances: int = 4) -> Any:
     return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
 
 
-def state(*requests: Request, deployment: str = MODEL) -> ScenarioState:
-    adapter = AdapterSpec(model=deployment, model_deployment=deployment)
-    states = [
-        RequestState(Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False)
-        for i, request in enumerate(requests)
-    ]
-    return ScenarioState(adapter, states)
-
-
 def request(prompt: str, **changes: Any) -> Request:
     return Request(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes)
-
-
-def test_equal_requests_of_a_run_are_computed_once(engines: list[FakeEngine], tmp_path: Path) -> None:
-    done = Executor(execution(tmp_path)).execute(state(*(request(p) for p in "abab")))
-    assert [len(run) for run in engines[0].runs] == [2]
-    assert [s.result.completions[0].text for s in done.request_states if s.result][:2] * 2 == [
-        s.result.completions[0].text for s in done.request_states if s.result
-    ]
 
 
 @pytest.mark.parametrize(
     "bad, says",
     [
         (request(POISON), "not finite"),
-        (request("a" * 5000), "do not fit"),
         (request("x", presence_penalty=1.0), "presence_penalty is not supported"),
-        (replace(request(""), messages=[{"role": "user", "content": "a"}]), "no chat template"),
-        (request("x", embedding=True), "embedding"),
     ],
 )
 def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
@@ -228,35 +192,6 @@ def unpatched(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> list[str]:
     return warnings
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_metrics_are_imported_while_the_model_loads(
-    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
-    (tmp_path / "slow_metric.py").write_text(
-        "from helm.benchmark.metrics.basic_metrics import BasicReferenceMetric as SlowMetric\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "slow_metric", raising=False)
-    imported = []
-
-    def make(model: Any) -> FakeEngine:
-        end = time.monotonic() + 20
-        while not imported and time.monotonic() < end:
-            imported.extend(["slow_metric"] if "slow_metric" in sys.modules else [])
-            time.sleep(0.01)
-        return FakeEngine(model.name)
-
-    monkeypatch.setattr(get_context().service._loader, "make", make)
-    metric = MetricSpec("slow_metric.SlowMetric", {})
-    spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
-    if together:
-        get_context().command = own = suite.Suite(ModelSettings())
-        own.collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
-    else:
-        runner(tmp_path).run_one(spec)
-    assert imported and engines[0].runs
-
-
 def test_patches_are_installed_once(unpatched: list[str]) -> None:
     helm_patches.install_or_warn()
     first = Executor.execute, Runner.run_one
@@ -270,7 +205,7 @@ def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
 
 @pytest.mark.parametrize(
     "owner, name, value",
-    [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", lambda content: None), (helm_runner, "write", 3)],
+    [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", 3)],
 )
 def test_a_helm_that_changed_is_left_untouched_with_one_warning(
     unpatched: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
@@ -283,26 +218,6 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
     assert len(unpatched) == 1 and "does not know this version of HELM" in unpatched[0]
 
 
-def test_libyaml_reads_what_pyyaml_reads_of_helms_own_files() -> None:
-    files = sorted((Path(helm.benchmark.__file__).parents[1] / "config").glob("*.yaml"))
-    assert len(files) >= 3
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        assert repr(yaml.load(text, yaml.CSafeLoader)) == repr(yaml.load(text, PurePythonLoader)), file
-
-
-def test_only_helms_own_files_are_read_by_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml, "SafeLoader", PurePythonLoader)
-    used: list[Any] = []
-    helm_patches._register_builtin_configs(lambda: used.append(yaml.SafeLoader))
-    with pytest.raises(OSError):
-        helm_patches._register_builtin_configs(Mock(side_effect=OSError))
-    assert used == [yaml.CSafeLoader] and yaml.SafeLoader is PurePythonLoader
-    monkeypatch.delattr(yaml, "CSafeLoader")  # PyYAML may be built without libyaml
-    helm_patches._register_builtin_configs(lambda: used.append(yaml.SafeLoader))
-    assert used[1] is PurePythonLoader
-
-
 def test_the_documentation_shows_the_table_of_patches() -> None:
     lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
     columns = groupby(helm_patches.PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}")
@@ -310,17 +225,6 @@ def test_the_documentation_shows_the_table_of_patches() -> None:
         targets = "<br>".join(f"`{patch.target}`" for patch in patches)
         lines.append(f"| {targets} | {shown} |")
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
-
-
-def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
-    assert {patch.command for patch in helm_patches.PATCHES} == {"helm-run", "flexgen-helm run"}
-    for patch in helm_patches.PATCHES:
-        patch.check()
-        assert patch.purpose and patch.fallback
-        owner, name = patch.owner()
-        if patch.replacement is not None:
-            helm_patches.install(patch.command)
-            assert getattr(owner, name).flexgen_helm
 
 
 def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later() -> None:
@@ -345,28 +249,6 @@ def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: p
     assert outcome.exit_code == 2
     (said,) = outcome.sentences
     assert "does not know this version of HELM (runner:Runner.run_all: it takes" in said and "pip install" in said
-
-
-def test_without_patches_the_idle_flush_still_makes_batches(
-    unpatched: list[str], engines: list[FakeEngine], tmp_path: Path
-) -> None:
-    executor = Executor(execution(tmp_path, parallelism=8))
-    executor.execute(state(*(request(str(i)) for i in range(16))))
-    blocks = [len(run) for run in engines[0].runs]
-    assert sum(blocks) == 16 and len(blocks) <= 8
-
-
-def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr("flexgen_helm.plugin.context.hwarn", warnings.append)
-    use_context(PluginContext())
-
-    def execute(*args: Any, **kwargs: Any) -> Any:
-        return helm_patches._execute(lambda self, *args, **kwargs: (args, kwargs), *args, **kwargs)  # type: ignore
-
-    assert execute(None, 1, more=2) == ((1,), {"more": 2})
-    assert execute(None, 1, more=2) == ((1,), {"more": 2})
-    assert len(warnings) == 1
 
 
 # The suite's small parts
@@ -394,7 +276,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
 def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, monkeypatch, capsys):
     arguments = ["-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "2", *flags]
     monkeypatch.setattr(sys, "argv", ["flexgen-helm", "run", *arguments])
-    monkeypatch.setattr("flexgen_helm.cli.run._run", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
+    monkeypatch.setattr(suite, "run_suite", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
     assert run_and_show(arguments, {"weights": "dummy"}, verbose=True) == 130
     assert capsys.readouterr().err.endswith(f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n")
 
@@ -428,10 +310,3 @@ def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(
     capsys.readouterr()
     _print_scores(suite.SuiteOutcome(2, [said], is_dry=True), Path("benchmark_output"))
     assert capsys.readouterr() == ("", "")  # of a dry run that made nothing
-
-
-def test_an_interruption_promises_only_what_is_kept() -> None:
-    assert "20 of 60 answers are stored" in suite._interrupted((20, 60), uses_cache=True)
-    assert "finished answers are stored" in suite._interrupted((0, 0), uses_cache=True)
-    said = suite._interrupted((20, 60), uses_cache=False)
-    assert "stored" not in said and "20" not in said and "--skip-completed-runs" in said

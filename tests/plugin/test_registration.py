@@ -18,13 +18,12 @@ import yaml
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.config_registry import register_configs_from_directory
 from helm.benchmark.model_deployment_registry import get_default_model_deployment_for_model, get_model_deployment
-from helm.benchmark.model_metadata_registry import INSTRUCTION_FOLLOWING_MODEL_TAG, get_model_metadata, model_has_tag
-from helm.benchmark.run_spec import get_run_spec_function
+from helm.benchmark.model_metadata_registry import INSTRUCTION_FOLLOWING_MODEL_TAG, model_has_tag
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
-from flexgen_helm.plugin import deployment_files, model_names, registration
+from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
@@ -74,14 +73,6 @@ def test_what_a_name_means(name: str, path: str, precision: str) -> None:
     assert (model.path, model.config) == (path, EngineConfig(precision=precision))
 
 
-def test_precisions_are_different_engines() -> None:
-    assert find_model("flexgen/opt-125m") != find_model("flexgen/opt-125m-4bit")
-    assert model_names.with_settings("flexgen/opt-125m", "4bit", None) == "flexgen/opt-125m-4bit"
-    assert model_names.with_settings("flexgen/opt-125m-4bit", "4bit", None) == "flexgen/opt-125m-4bit"
-    with pytest.raises(UsageError, match="says 4bit, the command line says paper-4bit"):
-        model_names.with_settings("flexgen/opt-125m-4bit", "paper-4bit", None)
-
-
 @pytest.mark.parametrize("look_up", [get_model_deployment, get_default_model_deployment_for_model])
 @pytest.mark.parametrize(
     "name, says", [("flexgen/opt-126m", "did you mean opt-125m"), ("flexgen/org/repo", "write 'flexgen/org--repo'")]
@@ -111,8 +102,6 @@ def test_names_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     "arguments, says",
     [
         ({"limits": {"cpu": "much"}}, "the limit of the cpu tier, 'much', is no size"),
-        ({"limits": {"tape": 5}}, "must be sizes of gpu, cpu, disk"),
-        ({"limits": [5]}, "must be sizes of gpu, cpu, disk"),
         ({"schedule": "spiral"}, "schedule 'spiral' is not known; take auto, row"),
         ({"overlap": "yes"}, "overlap 'yes' must be true or false"),
     ],
@@ -268,7 +257,7 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
     assert file.read_text() == changed
 
 
-@pytest.mark.parametrize("content", ["- a\n", "model_deployments: 3\n", "{", "model_deployments:\n- nameless: 1\n"])
+@pytest.mark.parametrize("content", ["- a\n", "{"])
 def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "model_deployments.yaml"
     path.write_text(content)
@@ -281,11 +270,6 @@ def test_flow_style_is_merged_too(tmp_path: Path) -> None:
     path.write_text("model_deployments: [{name: a}]\n")
     deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
     assert yaml.safe_load(path.read_text()) == {"model_deployments": [{"name": "a"}, {"name": "b"}]}
-
-
-def test_the_scored_run_spec_is_found_by_helm() -> None:
-    assert get_run_spec_function("simple_mcqa_scored") is not None
-    assert get_model_metadata(get_model_deployment("flexgen/opt-125m").model_name or "").release_date is None
 
 
 IMPORTS = """
@@ -306,24 +290,6 @@ def test_registration_is_light_and_can_be_repeated() -> None:
     brought = set(json.loads(done.stdout.splitlines()[-1]))
     assert not brought & {"torch", "transformers", "tokenizers", "numba", "scipy", "gguf", "safetensors"}
     assert "cannot register" not in done.stdout + done.stderr
-
-
-PRELOAD = """
-import sys
-import time
-from flexgen_helm.plugin.context import get_context
-context = get_context()
-context.service.preload(context.find_model("flexgen/m", {"path": sys.argv[1]}))
-names = set(vars(sys.modules["transformers"])) if "transformers" in sys.modules else set()
-print("PreTrainedTokenizerFast" in names and "AutoTokenizer" in names)
-"""
-
-
-def test_a_model_is_not_preloaded_before_its_tokenizer_can_be_imported(tiny: Callable[[str], TinyModel]) -> None:
-    """Else the engine's thread and HELM's import names of `transformers` at once, and one gets an unfinished module."""
-    command = [sys.executable, "-c", PRELOAD, str(tiny("llama").path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "True", done.stderr
 
 
 def test_helm_as_a_module_says_what_is_wrong_with_a_name_and_nothing_else(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
         with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision=name) as engine:
             engine.run(requests)
             read = engine.last_run["bytes"]["disk_to_cpu"]["weights"]
-        head = rest.matrices["embed.tokens.weight"] if config.tied_head else rest.stage_bytes("head")
+        head = rest.matrices["embed.tokens.weight"] if config.tied_head else rest.stages["head"][0]
         table_rows = 3 * rest.matrices["embed.tokens.weight"] // config.vocab_size  # of the prompt's tokens
-        layers = sum(rest.stage_bytes(f"layers.{i}") for i in range(config.num_layers))
+        layers = sum(rest.stages[f"layers.{i}"][0] for i in range(config.num_layers))
         assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
     assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 4

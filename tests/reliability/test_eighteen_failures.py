@@ -31,7 +31,7 @@ from helm.common.request import Request, RequestResult
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import Engine, GenerationRequest, response_cache
-from flexgen_helm.engine import executor, predictions
+from flexgen_helm.engine import executor
 from flexgen_helm.errors import DiskFullError, NumericalError
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
 from flexgen_helm.offload.staging import ALIGNMENT, pages
@@ -39,7 +39,7 @@ from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.plugin.convert import to_generation_request
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import ResponseCache, ResponseCacheError, response_cache_path
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from tests.helpers.fake_engine import MAX_POSITIONS, FakeTokenizer
 from tests.helpers.hostile import Violation, contained
 from tests.helpers.offload import offloaded, workload
@@ -184,7 +184,7 @@ def test_8_without_the_checks_it_is_an_answer(overflowing: Path, monkeypatch: py
     """The inverse. HELM leaves such a score out of its mean."""
     honest = executor._BatchState.check_finite
     monkeypatch.setattr(executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1))
-    monkeypatch.setattr(predictions.math, "isfinite", lambda value: True)
+    monkeypatch.setattr(executor.math, "isfinite", lambda value: True)
     result = scores(overflowing, prompts(1, 30)[0])
     assert result.error is None and result.prompt_logprobs is not None
     assert any(math.isnan(score) for score in result.prompt_logprobs[1:] if score is not None)
@@ -211,7 +211,7 @@ def test_9_a_prompt_that_has_the_padding_token_is_a_prompt_as_any_other(opt: Tin
         result = engine.run(requests)[0]
     assert result.prompt_logprobs is not None
     reference = opt.logprobs(PADDED)
-    expected = [None, *(reference[place, token].item() for place, token in enumerate(PADDED[1:]))]
+    expected = [None, *(reference[row, token].item() for row, token in enumerate(PADDED[1:]))]
     assert difference(result.prompt_logprobs, expected) < TOLERANCE
 
 
@@ -221,7 +221,7 @@ def test_9_masked_by_its_id_it_has_other_scores(opt: TinyModel) -> None:
     with torch.no_grad():
         masked = torch.log_softmax(opt.reference(ids, attention_mask=(ids != 1).long()).logits[0], -1)
     expected = opt.logprobs(PADDED)
-    moved = [abs(masked[place, token] - expected[place, token]).item() for place, token in enumerate(PADDED[1:])]
+    moved = [abs(masked[row, token] - expected[row, token]).item() for row, token in enumerate(PADDED[1:])]
     assert max(moved) > 100 * TOLERANCE
 
 
@@ -241,9 +241,9 @@ def test_10_a_second_bos_would_move_every_score(tiny: Tiny) -> None:
     expected, twice = model.logprobs(once), model.logprobs([once[0], *once])
     found = scores(model.path, once).prompt_logprobs
     assert found is not None
-    for place, token in enumerate(once[1:]):
-        assert abs((found[place + 1] or 0.0) - expected[place, token].item()) < TOLERANCE
-        assert abs(twice[place + 1, token] - expected[place, token]).item() > 100 * TOLERANCE
+    for row, token in enumerate(once[1:]):
+        assert abs((found[row + 1] or 0.0) - expected[row, token].item()) < TOLERANCE
+        assert abs(twice[row + 1, token] - expected[row, token]).item() > 100 * TOLERANCE
 
 
 # 11: log-probabilities
@@ -273,10 +273,10 @@ def test_13_a_locked_cache_is_waited_for(tmp_path: Path, patient: bool, monkeypa
         pass
     if not patient:
         monkeypatch.setattr(response_cache, "BUSY_TIMEOUT_S", 0.0)
-    other = sqlite3.connect(tmp_path / "j.sqlite", isolation_level=None, check_same_thread=False)
-    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache, closing(other):
-        other.execute("BEGIN IMMEDIATE")
-        timer = threading.Timer(0.3, other.rollback)
+    holder = sqlite3.connect(tmp_path / "j.sqlite", isolation_level=None, check_same_thread=False)
+    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache, closing(holder):
+        holder.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.3, holder.rollback)
         timer.start()
         if patient:
             cache.put_many({"key": STORED})
@@ -313,7 +313,7 @@ def test_14_a_process_that_it_started_would_be_noticed(tmp_path: Path) -> None:
 # A parent that starts a child, says its pid, and waits.
 PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
 CHILD = "import time; {guard}; open({file!r}, 'w').close(); time.sleep(60)"
-GUARD = "from flexgen_helm.cli.ranks import end_with_parent; end_with_parent()"
+GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -385,7 +385,8 @@ def test_15_models_of_one_name_do_not_share_answers(tmp_path: Path, monkeypatch:
     assert [first.cached, second.cached, third.cached] == [False, False, True]
     assert first.completions == third.completions != second.completions
     # The inverse: one file for all models of a name.
-    monkeypatch.setattr(response_cache, "response_cache_path", lambda home, _: response_cache_path(home, "mine"))
+    one = response_cache_path(tmp_path / "home", "mine")
+    monkeypatch.setattr("flexgen_helm.service.service.response_cache_path", lambda *_: one)
     first, second, third = results()
     assert [first.cached, second.cached, third.cached] == [False, True, True]
     assert first.completions == second.completions

@@ -19,7 +19,7 @@ CATALOGUE = load(ROOT / "docs" / "errors.py")
 CLASSES = list(CATALOGUE.classes())
 
 
-@pytest.mark.parametrize("error", CLASSES, ids=lambda own: own.__name__)
+@pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
 def test_a_class_says_its_cause_and_the_next_step(error):
     cause, following = CATALOGUE.entry(error)
     assert cause.endswith(".") and following.endswith(".")

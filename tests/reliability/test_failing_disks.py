@@ -109,14 +109,14 @@ def test_short_reads_and_writes_change_no_token(
 
 def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path: Path, shim: Path) -> None:
     """SQLite cannot write: the suite goes on, says so, and has its scores; nothing is stored."""
-    place = Place(tmp_path, is_cold=True)  # the shim is loaded before Python
+    runs = Place(tmp_path, is_cold=True)  # the shim is loaded before Python
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LD_PRELOAD", shim), ("FAIL_HOW", "nospace"), ("FAIL_PATH", "journal/")):
             patch.setenv(name, str(value))
-        output = place.run("suite", "-n", "4")
-    place.python = python("all")
+        output = runs.run("suite", "-n", "4")
+    runs.python = python("all")
     assert "results are not stored for a later run: " in output, output
-    assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
-    first = place.events()["answer"]
-    place.run("suite", "-n", "4")
-    assert place.events()["answer"] == first
+    assert (runs.run_folder("simple_mcqa") / "stats.json").is_file()
+    first = runs.events()["answer"]
+    runs.run("suite", "-n", "4")
+    assert runs.events()["answer"] == first

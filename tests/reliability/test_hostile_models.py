@@ -24,7 +24,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.hostile import MIB, Violation, contained
-from tests.helpers.shares import share, share_of
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel, save_tokenizer
 
 JUNK: list[Any] = [
@@ -101,16 +101,16 @@ LIARS += [("llama", name) for name in (TOKENIZER_CONFIG, "tokenizer.json", "gene
 
 
 def lies(content: dict[str, Any]) -> list[tuple[tuple[Any, ...], Any]]:
-    places = dict.fromkeys([*paths(content), *((key,) for key in OTHER_KEYS)])
-    return [(place, junk) for place in places for junk in JUNK]
+    keys = dict.fromkeys([*paths(content), *((key,) for key in OTHER_KEYS)])
+    return [(path, junk) for path in keys for junk in JUNK]
 
 
-def told(content: dict[str, Any], place: tuple[Any, ...], junk: Any) -> str:
+def told(content: dict[str, Any], path: tuple[Any, ...], junk: Any) -> str:
     content = copy.deepcopy(content)
     inner = content
-    for key in place[:-1]:
+    for key in path[:-1]:
         inner = inner[key]
-    inner[place[-1]] = junk
+    inner[path[-1]] = junk
     return json.dumps(content)
 
 
@@ -124,43 +124,21 @@ def test_an_entry_that_lies_is_refused_or_harmless(
     if not folder.exists():
         shutil.copytree(tiny(variant).path, folder)
     original = (tiny(variant).path / name).read_text() if (tiny(variant).path / name).exists() else "{}"
-    place, junk = data.draw(st.sampled_from(lies(json.loads(original))))
-    (folder / name).write_text(told(json.loads(original), place, junk))
+    path, junk = data.draw(st.sampled_from(lies(json.loads(original))))
+    (folder / name).write_text(told(json.loads(original), path, junk))
     with contained(home, folder):
         use(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant, name", LIARS)
-def test_every_entry_that_lies(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, home: Path, variant: str, name: str
-) -> None:
-    folder = Path(shutil.copytree(tiny(variant).path, tmp_path / "model"))
-    original = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    for place, junk in share(lies(original), 15):
-        (folder / name).write_text(told(original, place, junk))
-        try:
-            with contained(home, folder):
-                use(folder)
-        except Exception as error:
-            raise AssertionError(f"{place} = {junk!r}") from error
 
 
 # What a random draw would seldom meet: numbers that ask for memory or time.
 BOMBS = [
     ("qwen3-moe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("mixtral", {"num_local_experts": 10**9}, "1000000000 experts"),
     ("llama", {"num_hidden_layers": 10**9}, "num layers is 1000000000"),
     ("pythia", {"rotary_pct": 1e9, "rope_parameters": None}, "turns 16000000000 of 16 elements"),
-    ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "not positive"),
-    ("llama", {"rms_norm_eps": "x"}, "norm eps is 'x'"),
     ("llama", {"rms_norm_eps": float("nan")}, "norm eps is nan"),
     ("llama", {"text_config": "x"}, "text_config"),
-    ("llama", {"eos_token_id": [["a"]]}, "eos_token_id"),
     ("llama", {"architectures": [None, 3]}, "None, 3 is not supported"),
-    ("gemma3", {"sliding_window": -1}, "window is below one token"),
-    ("gemma3", {"query_pre_attn_scalar": -1.0}, "attn scale is"),
     ("qwen3-moe", {"num_experts_per_tok": 10**9}, "1000000000 of 8 experts"),
     ("phi3-longrope", {"rope_scaling": [1]}, "wrong kind"),
 ]
@@ -230,20 +208,13 @@ DECEITS: dict[str, bytes] = {
     "header of 2^63 bytes": safetensors({}, length=2**63),
     "header beyond the end": safetensors({}, length=10**6),
     "header of 200 MB": safetensors(b"{" + b" " * (200 << 20)),
-    "no JSON": safetensors(b"{{{{"),
-    "a list": safetensors([]),
     "deep": safetensors(b'{"a":' * 20_000),
     "overlap": safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
     "hole": safetensors({"a": entry(), "b": entry(offsets=(16, 24))}, bytes(24)),
     "backwards": safetensors({"a": entry(offsets=(8, 0))}, bytes(8)),
-    "negative": safetensors({"a": entry(offsets=(-8, 0))}, bytes(8)),
     "beyond": safetensors({"a": entry(offsets=(0, 2**40))}, bytes(8)),
-    "wrong size": safetensors({"a": entry(shape=(3, 3))}, bytes(8)),
     "overflow": safetensors({"a": entry(shape=(2**32, 2**32))}, bytes(8)),
     "unknown type": safetensors({"a": entry("F17")}, bytes(8)),
-    "type is a list": safetensors({"a": entry(["F16"])}, bytes(8)),
-    "no shape": safetensors({"a": {"dtype": "F16", "data_offsets": [0, 8]}}, bytes(8)),
-    "metadata is a number": safetensors({"__metadata__": 3, "a": entry()}, bytes(8)),
     "name twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     "empty": b"",
     "many tensors of nothing": safetensors({f"t{i}": entry(shape=(0,), offsets=(0, 0)) for i in range(10_000)}),
@@ -261,11 +232,8 @@ def test_a_header_that_lies_is_refused(folder: Path, home: Path, content: bytes)
 INDEXES: dict[str, Any] = {
     "a file of the system": "/etc/passwd",
     "above": "../../secret",
-    "a name too long": "x" * 5000,
     "a name with a zero": "a\0b",
-    "nothing": "",
     "the folder": ".",
-    "the configuration": "config.json",
     "a number": 3,
 }
 
@@ -292,12 +260,9 @@ STRING, ARRAY = 8, 9
 GGUF_DECEITS: dict[str, bytes] = {
     "nested arrays": MAGIC + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", ARRAY)
     + struct.pack("<IQ", ARRAY, 1) * 50_000 + bytes(64),
-    "2^63 keys": MAGIC + struct.pack("<QQ", 0, 2**63) + bytes(4096),
     "2^63 tensors": MAGIC + struct.pack("<QQ", 2**63, 0) + bytes(4096),
     "2^62 strings": MAGIC + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", ARRAY, STRING, 2**62)
     + bytes(4096),
-    "2^62 numbers": MAGIC + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", ARRAY, 10, 2**62) + bytes(4096),
-    "a string of 2^60 bytes": MAGIC + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 2**60) + bytes(4096),
     "an unknown type": MAGIC + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", 77) + bytes(4096),
     "alignment 2^63": MAGIC + struct.pack("<QQ", 0, 1) + text(b"general.alignment") + struct.pack("<IQ", 10, 2**63)
     + bytes(4096),
@@ -305,7 +270,6 @@ GGUF_DECEITS: dict[str, bytes] = {
     + bytes(4096),
     "five dimensions": MAGIC + struct.pack("<QQ", 1, 0) + text(b"a") + struct.pack("<I", 5) + bytes(4096),
     "empty": b"",
-    "the letters alone": b"GGUF",
 }  # fmt: skip
 
 
@@ -320,12 +284,8 @@ def test_a_gguf_file_that_lies_is_refused(tmp_path: Path, home: Path, content: b
 
 VOCABULARY_LIES: list[tuple[str, Any]] = [
     ("tokenizer.ggml.model", ["gpt2"]),
-    ("tokenizer.ggml.token_type", 3),
-    ("tokenizer.ggml.bos_token_id", "x"),
-    ("tokenizer.ggml.eos_token_id", 1.5),
     ("tokenizer.ggml.eos_token_id", 10**12),
     ("tokenizer.ggml.tokens", ["a" * 5000, "b"]),
-    ("tokenizer.ggml.tokens", [1, 2]),
     ("tokenizer.ggml.merges", ["a", "a b c"]),
     ("tokenizer.chat_template", 3),
 ]

@@ -38,9 +38,7 @@ def run_beside_a_good_one(engine: Engine, *requests: GenerationRequest) -> list[
 BYTES = random.Random(1).randbytes(60)
 TEXTS = {
     "bytes": BYTES.decode("latin-1"),
-    "replacement characters": BYTES.decode("utf-8", "replace"),
     "zero bytes": "\0" * 60,
-    "combining": "e" + "\u0301" * 20,
     "right to left": "\u202e" * 15,
     "private use": "\ue000\uf8ff\U0010ffff",
     "a special token's text": "<|endoftext|><|pad|>",
@@ -57,26 +55,20 @@ def test_any_text_is_a_prompt(engine: Engine, text: str) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "lone surrogate": ({"prompt": "ab\ud800"}, "not valid Unicode"),
-    "half a pair": ({"prompt": "\udfff" * 9}, "not valid Unicode"),
     "surrogate to stop at": ({"prompt": "a", "stop": ["\ud800"]}, "not valid Unicode"),
     "100,000 tokens of text": ({"prompt": "fox " * 100_000}, "beyond the model's window"),
     "100,000 ids": ({"prompt_token_ids": [5] * 100_000}, "beyond the model's window"),
-    "100,000 to generate": ({"prompt": "a", "max_tokens": 100_000}, "beyond the model's window"),
     "2^62 to generate": ({"prompt": "a", "max_tokens": 2**62}, "beyond the model's window"),
     "10^9 completions": ({"prompt": "a", "n": 10**9}, "at most"),
     "id outside": ({"prompt_token_ids": [VOCABULARY]}, "outside the vocabulary"),
     "negative id": ({"prompt_token_ids": [-1]}, "outside the vocabulary"),
     "id is a text": ({"prompt_token_ids": ["a"]}, "no token id"),
-    "id is a fraction": ({"prompt_token_ids": [1.5]}, "no token id"),
-    "id is nothing": ({"prompt_token_ids": [None]}, "no token id"),
     "temperature is no number": ({"prompt": "a", "temperature": float("nan")}, "temperature"),
-    "top_p is no number": ({"prompt": "a", "top_p": float("nan")}, "top_p"),
     "empty stop string": ({"prompt": "a", "stop": [""]}, "non-empty"),
     "stop is a number": ({"prompt": "a", "stop": [3]}, "non-empty"),
     "messages without a role": ({"messages": [{}]}, "no role"),
     "messages of pictures": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ""),
     "nothing at all": ({}, "exactly one"),
-    "everything": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
 }
 
 
@@ -94,12 +86,6 @@ def test_ten_thousand_stop_strings(engine: Engine) -> None:
     stops = [f"never {i} " * 5 for i in range(10_000)] + [met]
     (result,) = run_beside_a_good_one(engine, replace(asked, stop=stops))
     assert result.completions[0].finish_reason == "stop" and met not in result.completions[0].text
-
-
-def test_a_stop_string_of_a_megabyte(engine: Engine) -> None:
-    request = GenerationRequest(prompt="the fox", max_tokens=30, ignore_eos=True, stop=["x" * (1 << 20)] * 3)
-    (result,) = run_beside_a_good_one(engine, request)
-    assert len(result.completions[0].token_ids) == 30
 
 
 anything = st.one_of(

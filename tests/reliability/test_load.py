@@ -17,7 +17,6 @@ import pytest
 from tests.helpers.data_sets import write_data
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import Place
-from tests.helpers.paths import ROOT
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel
 
@@ -34,7 +33,7 @@ WORDS = ["the", "quick", "brown", "fox", "over", "lazy", "dog", "question"]
 
 def passage(number: int) -> str:
     """A text of its own with ten words."""
-    return " ".join(WORDS[number // 8**place % 8] for place in range(10))
+    return " ".join(WORDS[number // 8**digit % 8] for digit in range(10))
 
 
 def score(folder: Path, model: Path, count: int) -> dict[str, Any]:
@@ -85,58 +84,10 @@ def test_many_thousand_requests(tiny: Callable[[str], TinyModel], tmp_path: Path
 def test_helm_run_with_256_threads(tmp_path: Path) -> None:
     results = []
     for threads in ("4", "256"):
-        place = Place(tmp_path / threads)
-        place.folder.mkdir()
-        place.run("run", "-n", threads)
-        events = place.events()
+        runs = Place(tmp_path / threads)
+        runs.folder.mkdir()
+        runs.run("run", "-n", threads)
+        events = runs.events()
         assert (events["load"], events["block"]) == (1, 2)
-        results.append(place.results())
+        results.append(runs.results())
     assert results[0] == results[1]
-
-
-SHARING = """
-import json, resource, sys
-from pathlib import Path
-from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-model, folder = sys.argv[1:]
-print("ready", flush=True)
-sys.stdin.readline()
-limits = MemoryLimits(cpu=64 << 20, disk=256 << 20)
-options = dict(policy="4x2,0,0,0,100,0,100", schedule="zigzag", limits=limits, precision="8bit")
-with Engine.from_pretrained(model, **options) as engine:
-    results = engine.run([GenerationRequest(prompt_token_ids=[5 + i] * 30, max_tokens=6) for i in range(8)])
-    runs = [path.name for path in (Path(folder) / "offload").glob("run-*") if path.is_dir()]
-    written = engine.last_run["bytes"]["cpu_to_disk"]["weights"]
-print(json.dumps([[result.completions[0].token_ids for result in results], written, runs]))
-"""
-
-
-@pytest.mark.slow
-def test_four_processes_share_a_home(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    """Weights are written once, whoever comes first; caches and hidden states are each process's own."""
-    variables = {"FLEXGEN_HELM_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*python("all"), "-c", SHARING, str(tiny("llama").path), str(tmp_path / "home")], text=True, cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
-        )
-        for _ in range(4)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    outputs = []
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        outputs.append(json.loads(output))
-    answers, _, runs = zip(*outputs)
-    assert all(answer == answers[0] for answer in answers)
-    assert len(set().union(*runs)) <= 4 and all(runs)
-    (weights,) = (tmp_path / "home" / "offload").glob("weights-*")
-    manifest = json.loads((weights / "manifest.json").read_text())["files"]
-    assert {path.name for path in weights.iterdir()} == {*manifest, "manifest.json", "manifest.lock"}
-    assert not [path for path in (tmp_path / "home" / "offload").glob("run-*") if path.is_dir()]

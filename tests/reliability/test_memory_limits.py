@@ -23,7 +23,6 @@ from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.precisions import precision_named
 from tests.helpers.offload import workload
 from tests.helpers.parity import assert_same
-from tests.helpers.shares import share
 
 _SHARED = dict(max_position_embeddings=512, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2)
 _LLAMA = dict(
@@ -149,20 +148,13 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # The last: states of a prompt and of its completions; a search that left too little beside whole matrices.
-SEEDS = (*range(1000, 1009), 5100, 5147)
+SEEDS = (*range(1000, 1012), 5100, 5147)
 
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_plan_refuses_or_every_request_is_answered(folder, monkeypatch, seed):
     check(drawn(seed, folder), folder, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", share(range(20), 20))
-def test_the_same_for_many_more(folder, monkeypatch, block):
-    outcomes = {check(drawn(seed, folder), folder, monkeypatch) for seed in range(5000 + 10 * block, 5010 + 10 * block)}
-    assert outcomes == {"refused", "answered"}
 
 
 def test_without_making_room_what_was_fetched_ahead_is_in_the_way(folder, monkeypatch):

@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.engine import attention_metadata
-from flexgen_helm.errors import OffloadError
 from flexgen_helm.offload import disk, transfer_manager
 from flexgen_helm.quant import precisions
-from tests.helpers.faults import replaced
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
 from tests.helpers.shares import share_of
@@ -39,7 +37,7 @@ company = st.lists(
     st.fixed_dictionaries(
         {
             "shared": st.integers(0, len(NEEDLE_IDS)),  # beginning that it has in common with the needle
-            "own": st.integers(1, 30),
+            "more": st.integers(1, 30),
             "max_tokens": st.sampled_from([0, 1, 3, 12]),
             "n": st.sampled_from([1, 1, 3]),
             "temperature": st.sampled_from([0.0, 0.9]),
@@ -59,15 +57,15 @@ plans = st.fixed_dictionaries(
 )
 
 
-def haystack(neighbours: list[dict[str, Any]], place: int) -> tuple[list[GenerationRequest], int]:
+def haystack(neighbours: list[dict[str, Any]], position: int) -> tuple[list[GenerationRequest], int]:
     """The needle among its neighbours, and where it is."""
     requests = []
     for seed, neighbour in enumerate(neighbours):
-        own = prompts(1, neighbour["own"], seed=seed)[0]
-        kept = {key: value for key, value in neighbour.items() if key not in ("shared", "own")}
-        requests.append(GenerationRequest(prompt_token_ids=NEEDLE_IDS[: neighbour["shared"]] + own, seed=seed, **kept))
-    place = min(place, len(requests))
-    return [*requests[:place], NEEDLE, *requests[place:]], place
+        ids = NEEDLE_IDS[: neighbour["shared"]] + prompts(1, neighbour["more"], seed=seed)[0]
+        kept = {key: value for key, value in neighbour.items() if key not in ("shared", "more")}
+        requests.append(GenerationRequest(prompt_token_ids=ids, seed=seed, **kept))
+    position = min(position, len(requests))
+    return [*requests[:position], NEEDLE, *requests[position:]], position
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,66 +107,37 @@ def delayed(seed: int) -> Iterator[None]:
 
 
 def find(
-    tiny: Any, folder: Path, alone: dict[str, GenerationResult], precision: str, neighbours: Any, plan: Any, place: int,
-    seed: int,
-) -> None:  # fmt: skip
-    requests, where = haystack(neighbours, place)
-    with offloaded(tiny, "llama", folder, precision=precision, **plan) as engine:
+    folder: Path, alone: dict[str, GenerationResult], asked: tuple[list[GenerationRequest], int], **plan: Any
+) -> None:
+    """Ask for the needle in its company; plan: of an engine."""
+    requests, where = asked
+    with offloaded(folder=folder, **plan) as engine:
         first = engine.run(requests)
-        if precision in alone:
+        if (precision := plan["precision"]) in alone:
             assert_same([first[where]], [alone[precision]])
-        with delayed(seed):
+        with delayed(len(requests)):
             second = engine.run(requests)
         bits = [[(result.completions, result.prompt_logprobs) for result in results] for results in (first, second)]
         assert bits[0] == bits[1]
 
 
 @pytest.mark.fast(2)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
+@settings(max_examples=share_of(24, 4), deadline=None, suppress_health_check=list(HealthCheck))
+@given(asked=st.builds(haystack, company, st.integers(0, 9)), plan=plans)
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
 def test_the_needle_keeps_its_answer(
-    tiny: Any, tmp_path: Path, alone: Any, precision: str, neighbours: Any, plan: Any, place: int, seed: int
+    tiny: Any, tmp_path: Path, alone: Any, precision: str, asked: Any, plan: Any
 ) -> None:
-    find(tiny, tmp_path, alone, precision, neighbours, plan, place, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=share_of(60, 12), deadline=None, suppress_health_check=list(HealthCheck))
-@given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
-@pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
-def test_the_needle_keeps_its_answer_many_times(
-    tiny: Any, tmp_path: Path, alone: Any, precision: str, neighbours: Any, plan: Any, place: int, seed: int
-) -> None:
-    find(tiny, tmp_path, alone, precision, neighbours, plan, place, seed)
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(plan=plans, at=st.integers(0, 60), neighbours=company)
-def test_a_transfer_that_fails_ends_the_run_and_leaves_nothing_wrong(
-    tiny: Any, tmp_path: Path, alone: Any, plan: Any, at: int, neighbours: Any
-) -> None:
-    """The run ends with the disk's error or does not notice it; the engine's next run has the needle's answer."""
-    requests, where = haystack(neighbours, 3)
-    with offloaded(tiny, "llama", tmp_path, **plan) as engine:
-        with pytest.MonkeyPatch.context() as patch:
-            once = replaced(patch, disk.DirectFile, "_transfer", at, lambda: OffloadError("the disk is gone"))
-            try:
-                results = engine.run(requests)
-            except OffloadError:
-                assert once.raised
-            else:
-                assert_same([results[where]], [alone["fp16"]])
-        assert_same([engine.run(requests)[where]], [alone["fp16"]])
+    find(tmp_path, alone, asked, tiny=tiny, variant="llama", precision=precision, **plan)
 
 
 def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: Any) -> None:
     """The inverse: if every sequence sees the columns of longer neighbours, its answer changes in this harness too."""
     neighbours = [
-        {"shared": 0, "own": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}
+        {"shared": 0, "more": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}
     ] * 5  # fmt: skip
     plan = {"policy": "6x1,0,100,0,100,0,100", "schedule": "zigzag"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
         with pytest.raises(AssertionError):
-            find(tiny, tmp_path, alone, "fp16", neighbours, plan, 0, 0)
+            find(tmp_path, alone, haystack(neighbours, 0), tiny=tiny, variant="llama", precision="fp16", **plan)

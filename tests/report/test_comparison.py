@@ -16,16 +16,11 @@ from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, speeds_table
+from flexgen_helm.report.tables import comparison_tables, interval_scales, speeds_table
 from tests.helpers.console_script import SCRIPT
 from tests.helpers.forks import python
 from tests.helpers.suites import accuracies, write_run
 from tests.helpers.terminal import run_in_terminal
-
-
-def rows(model, baseline):
-    tables = comparison_tables(model.comparisons, baseline)
-    return [(table.title, *row) for table in tables for row in table.cells.itertuples(index=False, name=None)]
 
 
 def speed_rows(model):
@@ -40,29 +35,29 @@ def write_accuracies(suite, precision, right, **more):
 def test_accuracies_are_compared_by_instance(tmp_path):
     draw = np.random.default_rng(0)
     base = (draw.random(800) < 0.6).astype(float)
-    other = np.where(draw.random(800) < 0.1, 1 - base, base)
-    other[:60] = 0.0
+    changed = np.where(draw.random(800) < 0.1, 1 - base, base)
+    changed[:60] = 0.0
     write_accuracies(tmp_path, "fp16", base)
-    write_accuracies(tmp_path, "4bit", other, tokens=500, latency=0.5)
+    write_accuracies(tmp_path, "4bit", changed, tokens=500, latency=0.5)
     (model,) = compare_suite(tmp_path)
     (comparison,) = model.comparisons
-    lost, won = int(((base == 1) & (other == 0)).sum()), int(((base == 0) & (other == 1)).sum())
+    lost, won = int(((base == 1) & (changed == 0)).sum()), int(((base == 0) & (changed == 1)).sum())
     assert (comparison.run, comparison.metric, comparison.precision, comparison.instances) == (
         "mc:mode=a",
         "exact_match",
         "4bit",
         800,
     )
-    assert comparison.change == pytest.approx(other.mean() - base.mean()) and comparison.kind == "difference"
+    assert comparison.change == pytest.approx(changed.mean() - base.mean()) and comparison.kind == "difference"
     assert (comparison.test.name, comparison.test.lost, comparison.test.won) == ("McNemar", lost, won)
     smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     assert comparison.test.p_value == pytest.approx(min(1.0, 2 * smaller))
     # The percentile interval of a mean is the normal one when there are many instances.
-    error = 1.96 * (other - base).std() / math.sqrt(800)
+    error = 1.96 * (changed - base).std() / math.sqrt(800)
     assert comparison.interval == pytest.approx(
         (comparison.change - error, comparison.change + error), abs=0.15 * error
     )
-    speeds = dict(zip(model.speeds["precision"], model.speeds["tokens_per_s"]))
+    speeds = {speed["precision"]: speed["tokens_per_s"] for speed in model.speeds}
     assert speeds == {"fp16": 500.0, "4bit": 1000.0}
 
 
@@ -74,7 +69,7 @@ def pages(logprobs, words, tokens):
 
 
 def perplexities(instances):
-    totals = {name: sum(own[name] for own in instances.values()) for name in next(iter(instances.values()))}
+    totals = {name: sum(values[name] for values in instances.values()) for name in next(iter(instances.values()))}
     loss = -totals["logprob"]
     return {
         "word_perplexity": math.exp(loss / totals["num_words"]),
@@ -114,7 +109,7 @@ def test_noise_is_not_called_a_difference(tmp_path):
     for precision, shift in (("fp16", 0.0), ("4bit", draw.normal(0, 0.3, 400)), ("4bit-s", 0.0)):
         shift = shift - np.mean(shift)
         instances = {f"id{i}": {"logprob": float(-x)} for i, x in enumerate(losses + shift)}
-        mean = np.mean([own["logprob"] for own in instances.values()])
+        mean = np.mean([values["logprob"] for values in instances.values()])
         write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-mean)}, instances)
     (model,) = compare_suite(tmp_path)
     noisy, same = model.comparisons
@@ -131,23 +126,6 @@ def test_only_shared_instances_are_compared_and_the_others_noted(tmp_path):
     assert any("2 instances" in note and "fp16" in note for note in model.notes)
 
 
-def test_a_change_is_below_the_baseline_that_it_is_against(tmp_path):
-    """fp16 and 4bit share 12 instances, paper-4bit has 8 of them: fp16 is 0.5 over the first and 0.375 over these."""
-    base = [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0]
-    write_accuracies(tmp_path, "fp16", base)
-    write_accuracies(tmp_path, "4bit", base)
-    write_accuracies(tmp_path, "4bit-s", base)
-    write_accuracies(tmp_path, "paper-4bit", [1, 1, 1, 1, 1, 0, 0, 0])
-    (model,) = compare_suite(tmp_path)
-    assert [row[:7] for row in rows(model, "fp16")] == [
-        ("4bit against fp16", "mc:mode=a", "exact_match", "12", "0.5000", "0.5000", "+0.00 pp"),
-        ("4bit-s against fp16", "mc:mode=a", "exact_match", "12", "0.5000", "0.5000", "+0.00 pp"),
-        ("paper-4bit against fp16", "mc:mode=a", "exact_match", "8", "0.3750", "0.6250", "+25.00 pp"),
-    ]
-    for text in (comparison_page([model], "s", "fp16").to_markdown(), comparison_page([model], "s", "fp16").to_html()):
-        assert "0.3750" in text and "+25.00 pp" in text
-
-
 def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     """Percentage points of shares, ratios of perplexities, differences of others; each unit has its scale."""
     for precision, right, loss in (("fp16", [1, 1, 0, 1], 10.0), ("4bit", [1, 0, 0, 1], 12.0)):
@@ -155,7 +133,7 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
         instances = pages([-loss, -9.0, -8.0], [4, 5, 6], [5, 6, 7])
         write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
     (model,) = compare_suite(tmp_path)
-    (table,) = comparison_tables(model.comparisons, "fp16")
+    (table,) = comparison_tables(model, model.comparisons, interval_scales(model.comparisons))
     changes = dict(zip(table.cells["metric"], table.cells["change"]))
     assert changes["exact_match"] == "-25.00 pp" and changes["word_perplexity"] == f"×{math.exp(2 / 15):.4f}"
     assert changes["bits_per_byte"] == f"{2 / 75 / math.log(2):+.4f}"
@@ -168,37 +146,10 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
 
 
-def test_equal_rows_of_metrics_are_one(tmp_path):
-    """Metrics of a run entry that say the same are named in one row, of changes and of verdicts."""
-    for precision, right in (("fp16", [1, 1, 0, 1]), ("4bit", [1, 0, 0, 1])):
-        names = ("exact_match", "quasi_exact_match", "f1_score")
-        instances = {f"id{n}": dict.fromkeys(names[:2], x) | {"f1_score": x / 2} for n, x in enumerate(right)}
-        write_run(tmp_path, "mc", precision, dict.fromkeys(names[:2], np.mean(right)) | {"f1_score": 0.5}, instances)
-    (section,) = comparison_page(compare_suite(tmp_path), "s", "fp16").sections
-    for table in section.tables[:2]:
-        assert [metric for metric in table.cells["metric"] if "exact" in metric] == ["exact_match, quasi_exact_match"]
-
-
-def test_intervals_of_a_page_share_the_scale_of_their_unit(tmp_path):
-    """Of two precisions and two run entries; only the page has pictures, so only it has words of them."""
-    draw = np.random.default_rng(0)
-    for name, count in (("mc", 400), ("few", 8)):
-        right = (draw.random(count) < 0.5).astype(float)
-        for precision, change in (("fp16", 0), ("8bit", 1), ("4bit", 2)):
-            own = np.where(np.arange(count) < change, 1 - right, right)
-            write_run(tmp_path, name, precision, {"exact_match": own.mean()}, accuracies(own))
-    page = comparison_page(compare_suite(tmp_path), "s", "fp16")
-    marks = [mark for table in page.sections[0].tables for mark in table.marks.get("95 % interval", [])]
-    assert len(marks) == 4 and {mark.axis for mark in marks} == {("-50", "0", "+50 pp")}
-    widths = sorted(mark.high - mark.low for mark in marks)
-    assert widths[1] < widths[2] / 5, "eight instances say less than 400, and look so"
-    assert "picture" not in page.to_text() and "<small>+50 pp</small>" in page.to_html()
-
-
 def test_the_verdict_is_above_all_else(tmp_path):
     write_accuracies(tmp_path, "fp16", np.ones(500))
     write_accuracies(tmp_path, "4bit", np.ones(500))
-    page = comparison_page(compare_suite(tmp_path), "s", "fp16")
+    page = comparison_page(compare_suite(tmp_path), "s")
     verdict = "4bit: equivalent within 1 % or pp in the only run entry: mc:mode=a"
     assert page.to_text().splitlines()[:2] == ["s: fp16 and other precisions", verdict]
     assert page.to_markdown().splitlines()[2] == f"**{verdict}**"
@@ -212,20 +163,20 @@ def test_subjects_are_also_compared_together(tmp_path):
     sides = {"fp16": [], "4bit": []}
     for subject in range(4):
         for precision, right in sides.items():
-            own = (draw.random(20) < 0.5).astype(float)
+            values = (draw.random(20) < 0.5).astype(float)
             name = f"mmlu:subject={subject}"
             if subject < 3:
-                right.extend(own)
+                right.extend(values)
             elif precision == "4bit":
                 continue  # in fp16 only
-            write_run(tmp_path, name, precision, {"exact_match": own.mean()}, accuracies(own))
+            write_run(tmp_path, name, precision, {"exact_match": values.mean()}, accuracies(values))
     (model,) = compare_suite(tmp_path)
     (pooled,) = model.pooled
-    base, other = map(np.array, sides.values())
+    base, changed = map(np.array, sides.values())
     assert (pooled.run, pooled.instances, len(model.comparisons)) == ("mmlu (3 runs)", 60, 3)
-    assert pooled.change == pytest.approx(other.mean() - base.mean())
-    assert pooled.test.lost == ((base == 1) & (other == 0)).sum()
-    content = comparison_to_json([model], "s", "fp16")["models"]["tiny"]
+    assert pooled.change == pytest.approx(changed.mean() - base.mean())
+    assert pooled.test.lost == ((base == 1) & (changed == 0)).sum()
+    content = comparison_to_json([model], "s")["models"]["tiny"]
     assert len(content["pooled"]) == 1 and len(content["comparisons"]) == 3
 
 
@@ -238,53 +189,34 @@ def test_a_metric_that_is_not_a_mean_is_not_compared_over_other_instances(tmp_pa
     assert any("classification_macro_f1" in note and "4bit" in note for note in model.notes)
 
 
-def test_a_metric_that_is_not_a_mean_has_no_interval(tmp_path):
-    for precision, f1 in (("fp16", 0.7), ("4bit", 0.6)):
-        instances = {f"id{i}": {"classification_macro_f1": 0.1 * i} for i in range(5)}
-        write_run(tmp_path, "boolq", precision, {"classification_macro_f1": f1}, instances)
+@pytest.mark.parametrize(
+    "metric, scores, instances, said",
+    [
+        ("classification_macro_f1", (0.7, 0.6), {f"id{i}": {"classification_macro_f1": 0.1 * i} for i in range(5)},
+         "none (no mean)"),
+        ("exact_match", (1.0, 0.0), accuracies([1]), "none (1 instance)"),
+        ("target_perplexity", (20.0, 30.0), {"id0": {"logprob": -3.0}}, "none (1 instance)"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mean_over_instances_has_no_interval(tmp_path, metric, scores, instances, said):
+    for precision, score in zip(("fp16", "4bit"), scores):
+        write_run(tmp_path, "boolq", precision, {metric: score}, instances)
     (model,) = compare_suite(tmp_path)
-    (comparison,) = model.comparisons
-    assert comparison.change == pytest.approx(-0.1) and comparison.interval is None and comparison.test is None
-    assert "none (no mean)" in comparison_page([model], "s", "fp16").to_markdown()
-
-
-def test_one_instance_is_shown_without_an_interval(tmp_path):
-    for precision, loss in (("fp16", 10.0), ("4bit", 12.0)):
-        instances = pages([-loss], [4], [5])
-        write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
-    write_accuracies(tmp_path, "fp16", [1])
-    write_accuracies(tmp_path, "4bit", [0])
-    (model,) = compare_suite(tmp_path)
-    word = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
-    assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
-    assert "none (1 instance)" in comparison_page([model], "s", "fp16").to_markdown()
-    assert "none (1 instance)" in comparison_page([model], "s", "fp16").to_html()
+    assert model.comparisons[0].interval is None
+    page = comparison_page([model], "s")
+    assert said in page.to_markdown() and said in page.to_html()
 
 
 def test_speeds_of_different_work_are_noted(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     (model,) = compare_suite(tmp_path)
-    assert not model.notes and "whatever instances" in comparison_page([model], "s", "fp16").to_markdown()
+    assert not model.notes and "whatever instances" in comparison_page([model], "s").to_markdown()
     write_accuracies(tmp_path, "paper-4bit", [1, 1])
     (model,) = compare_suite(tmp_path)
     work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
     assert any("not of the same work" in note and work in note for note in model.notes)
     assert [row[:2] for row in speed_rows(model)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
-
-
-def test_seconds_of_an_earlier_run_are_noted(tmp_path):
-    write_accuracies(tmp_path, "fp16", [1, 0, 1])
-    write_accuracies(tmp_path, "4bit", [1, 1, 0], reused=2)
-    (model,) = compare_suite(tmp_path)
-    (note,) = model.notes
-    assert note.startswith("2 of 6 answers come from earlier runs") and "--disable-cache" in note
-    assert [row[-1] for row in speed_rows(model)] == ["500", "500 *"]
-    assert comparison_to_json([model], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
-    assert (
-        note in comparison_page([model], "s", "fp16").to_markdown()
-        and note in comparison_page([model], "s", "fp16").to_html()
-    )
 
 
 def test_nothing_to_compare_is_one_message(tmp_path):
@@ -313,10 +245,10 @@ def test_the_suggested_command_is_not_refused(tmp_path):
 
 def test_models_are_compared_as_precisions_are(tmp_path, capsys):
     """Two files of one model under two names: the same numbers, with their names in place of precisions."""
-    base, other = [1, 0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 1]
+    base, changed = [1, 0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 1]
     for output, name in (("as-models", "b"), ("as-precisions", "a")):
         write_accuracies(tmp_path / output / "runs" / "s", "fp16", base, model="a", origin="a.gguf")
-        write_accuracies(tmp_path / output / "runs" / "s", "fp16" if name == "b" else "4bit", other, model=name)
+        write_accuracies(tmp_path / output / "runs" / "s", "fp16" if name == "b" else "4bit", changed, model=name)
     command = ["compare", "--suite", "s", "--json", "-o"]
     assert cli.main([*command, str(tmp_path / "as-models")]) == 2
     assert "compare models with --baseline a, or run the same" in capsys.readouterr().err
@@ -331,8 +263,10 @@ def test_models_are_compared_as_precisions_are(tmp_path, capsys):
     assert {(flip["precision"], flip["direction"]) for flip in found} == {("b", "lost"), ("b", "won")}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-@pytest.mark.parametrize("command, file", [("compare", "flexgen_compare.html"), ("report", "flexgen_report.json")])
+@pytest.mark.parametrize(
+    "command, file, arguments",
+    [("compare", "flexgen_compare.html", ()), ("report", "flexgen_report.json", ("--json",))],
+)
 def test_a_page_that_cannot_be_written_does_not_hide_the_results(tmp_path, capsys, command, file, arguments):
     """Even root cannot write a file over a folder."""
     suite = tmp_path / "runs" / "mine"
@@ -358,18 +292,12 @@ def test_csv_has_the_numbers_of_json(tmp_path, capsys):
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert list(frame["change"]) == pytest.approx([comparison.change for comparison in model.comparisons])
     assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
-    (accuracy,) = frame[frame["metric"] == "exact_match"].to_dict("records")
-    assert (accuracy["run"], accuracy["instances"], accuracy["test.name"]) == ("mc:mode=a", 3, "McNemar")
-    ratio = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
-    row = frame[frame["metric"] == "word_perplexity"].iloc[0]
-    assert (row["interval.low"], row["interval.high"]) == pytest.approx(ratio.interval) and row["kind"] == "ratio"
+    low, high = zip(*(comparison.interval for comparison in model.comparisons))
+    assert list(frame["interval.low"]) == pytest.approx(low) and list(frame["interval.high"]) == pytest.approx(high)
     assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out)).set_index("run")
     assert len(frame) == 4 and frame.loc["mc:mode=a,model=flexgen_tiny-4bit", "precision"] == "4bit"
     assert frame.loc["mc:mode=a,model=flexgen_tiny", "scores.exact_match"] == pytest.approx(2 / 3)
-    assert frame.loc["mc:mode=a,model=flexgen_tiny", "workload.prompt_tokens"] == 1000
-    assert frame.loc["mc:mode=a,model=flexgen_tiny", "standard_errors.exact_match"] == pytest.approx(1 / 3)
-    assert frame.loc["mc:mode=a,model=flexgen_tiny", "num_scored"] == 3
 
 
 def test_a_run_in_one_precision_only_is_named(tmp_path):
@@ -383,7 +311,7 @@ def test_a_run_in_one_precision_only_is_named(tmp_path):
 def test_the_page_is_self_contained(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
-    html = comparison_page(compare_suite(tmp_path), "<suite>", "fp16").to_html()
+    html = comparison_page(compare_suite(tmp_path), "<suite>").to_html()
     assert "&lt;suite&gt;: fp16" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
     assert "0.6667" in html and "1.0000 (1 : 1)" in html and len(html) < 30_000
 
@@ -410,13 +338,6 @@ def test_the_command(tmp_path):
     assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
     assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
-    for columns in (60, 80):  # nothing is cut, whatever the terminal does with long lines
-        text = comparison_page(compare_suite(suite), "mine", "fp16").to_text(columns)
-        assert max(map(len, text.splitlines())) <= columns and "0.6667" in text and "+0.00 pp" in text, text
-        assert ("1.0000 (1 : 1)" in text) != ("(No room for: " in " ".join(text.split())), text
-    content = json.loads(compare("--suite", "mine", "--json").stdout)
-    (comparison,) = content["models"]["tiny"]["comparisons"]
-    assert comparison["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
     for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
         refused = compare(*arguments)
         assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1

@@ -30,10 +30,10 @@ def suite(tmp_path):
     """Two entries of one model in two precisions, as `flexgen-helm run` leaves them."""
     folder = tmp_path / "runs" / "mine"
     for precision, right, seconds in (("fp16", [1, 1, 0], 4.0), ("4bit", [1, 0, 0], 1.0)):
-        for name, own in (("mc:mode=a", 500), ("boolq:x=1", 250)):
+        for name, tokens in (("mc:mode=a", 500), ("boolq:x=1", 250)):
             path = write_run(folder, name, precision, {"exact_match": sum(right) / 3}, accuracies(right))
-            cost = Cost(own, own / 2, 2, padded_prompt_tokens=own, padded_output_tokens=2)
-            longer = Cost(2 * own, own, 2, padded_prompt_tokens=2 * own, padded_output_tokens=2)
+            cost = Cost(tokens, tokens / 2, 2, padded_prompt_tokens=tokens, padded_output_tokens=2)
+            longer = Cost(2 * tokens, tokens, 2, padded_prompt_tokens=2 * tokens, padded_output_tokens=2)
             add_record(path, [cost] * 3 + [longer], seconds)
     write_totals(folder)
     return folder
@@ -77,13 +77,6 @@ def test_throughput_padding_and_usage(suite):
     json.dumps(suite_to_json(report), allow_nan=False)
 
 
-def test_what_a_run_padded_is_shown_where_it_padded(suite):
-    path = next(suite.glob("mc*")) / "flexgen_run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "padded_prompt_tokens": 4000.0}))
-    paddings = suite_page(read_suite(suite)).sections[-1].tables[0]
-    assert "as run" in paddings.cells and "4,008" in list(paddings.cells["as run"])
-
-
 def test_what_was_run_is_at_the_top(suite):
     facts = suite_page(read_suite(suite)).facts
     assert facts["model"] == "flexgen/tiny" and facts["precisions"] == "fp16, 4bit"
@@ -99,10 +92,10 @@ def change_record(run, **changes):
 
 def test_a_model_that_is_not_proved_and_other_releases_are_named(suite):
     assert "NOT VERIFIED" not in suite_page(read_suite(suite)).to_text()
-    first, *others = (path.parent for path in suite.glob("*/flexgen_run.json"))
+    first, *rest = (path.parent for path in suite.glob("*/flexgen_run.json"))
     versions = json.loads((first / "flexgen_run.json").read_text())["versions"]
     change_record(first, proved=False, versions={**versions, "transformers": "5.20.0", "numpy": "1.0"})
-    for run in others:
+    for run in rest:
         change_record(run, proved=True, versions={**versions, "transformers": "5.24.0"})
     report = read_suite(suite)
     unverified = "NOT VERIFIED: flexgen/tiny ran with --unverified"
@@ -142,28 +135,6 @@ def test_many_runs_are_pooled_and_fit(tmp_path):
     assert page.to_html().count("<details>") == 4
 
 
-def test_several_models_are_a_column(tmp_path):
-    write_mmlu(tmp_path, 1, models=("tiny", "org--other-model-of-a-long-name"))
-    page = scores_page(tmp_path, read_finished_runs(tmp_path))
-    rows = rows_of(page.sections[0].tables[0])
-    assert [row[2:4] for row in rows] == [
-        ["flexgen/org--other-model-of-a-long-name", "fp16"], ["flexgen/org--other-model-of-a-long-name", "4bit"],
-        ["flexgen/tiny", "fp16"], ["flexgen/tiny", "4bit"],
-    ]  # fmt: skip
-    text = page.to_text()
-    assert max(map(len, text.splitlines())) <= TEXT_WIDTH and text.startswith(f"4 runs in {tmp_path}: scores")
-
-
-def test_a_pool_of_one_model_says_which_and_keeps_the_others(tmp_path):
-    write_mmlu(tmp_path, 3)
-    write_run(tmp_path, "boolq", "fp16", {"exact_match": 0.5}, accuracies([1, 0]), model="other")
-    summary, every = suite_page(read_suite(tmp_path)).sections[0].tables
-    assert [row[0] + row[2] for row in rows_of(summary)] == [
-        "boolqflexgen/other", "mmlu (3 runs)flexgen/tiny", "mmlu (3 runs)flexgen/tiny"
-    ]  # fmt: skip
-    assert [bool(link) for link in summary.links["precision"]] == [True, False, False] and len(every.cells) == 7
-
-
 def test_a_run_of_another_client_is_among_the_scores_of_run(suite):
     """`flexgen-helm run` also runs other models of HELM; the report leaves them out."""
     folder = next(suite.glob("mc*"))
@@ -188,7 +159,7 @@ def test_scores_that_are_not_finite_are_shown(tmp_path):
     assert [row[-3] for row in rows_of(page.sections[0].tables[0])] == ["20.09 ± 0.00", "inf", "nan", "nan"]
     assert "none (not finite)" in page.to_text() and "none (not finite)" in page.to_html()
     json.dumps(suite_to_json(report), allow_nan=False)
-    json.dumps(comparison_to_json(report.compared, "s", "fp16"), allow_nan=False)
+    json.dumps(comparison_to_json(report.compared, "s"), allow_nan=False)
 
 
 def test_throughput_of_an_earlier_run_is_noted(suite):
@@ -199,7 +170,7 @@ def test_throughput_of_an_earlier_run_is_noted(suite):
     record = {**record, "num_reused": 3, "workload": {**record["workload"], "num_unique": 3}}
     (folders[1] / "flexgen_run.json").write_text(json.dumps(record))
     runs = [read_scores(folder) for folder in folders]
-    note = f"{reused_note(runs)}."
+    note = f"{reused_note(runs)[0]}."
     assert note.startswith("3 of 15 answers come from earlier runs; tokens/s")
     assert note.endswith("(--disable-cache measures again).")
     text = " ".join(scores_page(suite, runs).to_text().split())
@@ -217,16 +188,6 @@ def test_without_the_suites_own_file_runs_still_count(suite):
     report = read_suite(suite)
     assert len(report.runs) == 4 and not report.models and not report.notes
     assert "## Time and memory" not in suite_page(report).to_markdown() and "boolq" in suite_page(report).to_html()
-
-
-def test_a_model_of_an_earlier_call_is_taken_from_its_runs(suite):
-    content = json.loads((suite / "flexgen_suite.json").read_text())
-    account = content["models"].pop("tiny")
-    (suite / "flexgen_suite.json").write_text(json.dumps(content))
-    for path in suite.glob("*flexgen_tiny/flexgen_run.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **account}))
-    report = read_suite(suite)
-    assert set(report.models) == {"tiny", "tiny-4bit"} and "tiny are those of the last block" in report.notes[0]
 
 
 def test_nothing_to_report_is_one_message(tmp_path):
@@ -256,12 +217,6 @@ def test_runs_that_are_missing_are_named(suite):
     assert not any("openai" in note or "eval_cache" in note for note in report.notes)
     page = suite_page(report)
     assert f"- {report.notes[0]}." in page.to_markdown() and report.notes[1] in page.to_html()
-
-
-def test_many_missing_runs_are_counted(suite):
-    failing(suite, *(f"mmlu:subject={number},model=flexgen_tiny" for number in range(9)))
-    assert "9 runs failed (mmlu:subject=0 of" in read_suite(suite).notes[0]
-    assert "mmlu:subject=4 of flexgen/tiny in fp16 and 4 more)" in read_suite(suite).notes[0]
 
 
 def test_a_run_that_failed_over_its_older_scores_is_named_unless_it_was_repeated(suite):
@@ -333,15 +288,6 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
         "flexgen/two through the chat template, with enable_thinking=false, a system prompt, a thinking budget of 1,000"
     ) in notes
     assert any("2 of 4 answers of mc:mode=a of flexgen/three had less room" in note for note in notes)
-
-
-def test_settings_of_a_model_are_compared_each_with_its_own_precisions(tmp_path):
-    folder = tmp_path / "runs" / "settings"
-    for model, right in (("one", [1, 1, 0]), ("one-no-template", [0, 1, 0])):
-        for precision in ("fp16", "4bit"):
-            write_run(folder, "mc:mode=a", precision, {"exact_match": sum(right) / 3}, accuracies(right), model)
-    compared = {model.model: model.comparisons[0].baseline for model in read_suite(folder).compared}
-    assert compared == {"one": pytest.approx(2 / 3), "one-no-template": pytest.approx(1 / 3)}
 
 
 def test_ties_of_scored_choices_are_counted(tmp_path):

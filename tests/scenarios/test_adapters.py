@@ -24,7 +24,7 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.convert import TokenRequest
 from flexgen_helm.scenarios import adapters, lambada, wikitext
-from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.models import PromptEncoder
 from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES
 from tests.helpers.helm_runs import MODEL
@@ -140,8 +140,8 @@ def test_token_requests_are_taken_as_they_are() -> None:
     assert prepared.request.prompt_token_ids == (5, 6, 7)
     echoed = convert.to_request_result(request, prepared, fake_engine.answer(prepared.request), False, encoder)
     assert [token.text for token in echoed.completions[0].tokens] == ["\x05", "\x06", "\x07"]
-    other = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), encoder, 100)
-    assert other.key != prepared.key
+    changed = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), encoder, 100)
+    assert changed.key != prepared.key
     text = convert.to_generation_request(convert.Request(prompt="abc", **fields), encoder, 100)
     assert text.request.prompt_token_ids == (tokenizer.bos_id, *map(ord, "abc"))
     assert "prompt_token_ids" not in repr(request)  # HELM writes the whole request into every error

@@ -50,55 +50,7 @@ def test_a_page_begins_at_a_title_and_not_at_a_section() -> None:
     assert " \n" + "\n".join(pages) == TWO_PAGES  # the blank line before the first title belongs to no page
 
 
-@pytest.mark.parametrize(
-    "line, title",
-    [
-        (" = Robert Boulter = ", True),
-        (" = 1 rad / s and a nominal impedance k = ", True),  # a formula, and yet
-        (" = = Career = = ", False),
-        (" = = = Early = = = ", False),
-        (" = x ", False),
-        (" x = ", False),
-        (" = ", False),
-        ("", False),
-        (" = x = = ", False),
-    ],
-)
-def test_titles(line: str, title: bool) -> None:
-    assert wikitext._is_title(line) is title
-
-
-def test_words_and_bytes_are_those_of_the_page_before_detokenizing() -> None:
-    # An empty piece at either end counts, as in the harness.
-    assert wikitext.page_size(" = A = \n \n naïve @-@ x \n") == {"words": 8, "bytes": 25}
-
-
 # ---- detokenizing ----
-
-
-@pytest.mark.parametrize(
-    "page, text",
-    [
-        ("a guest @-@ starring role", "a guest-starring role"),
-        ("1 @,@ 000 and 2 @.@ 5", "1,000 and 2.5"),
-        ("a , b ; c : d . e ! f ? g", "a, b; c: d. e! f? g"),
-        ("the end . \n", "the end.\n"),
-        ("( born 1950 ) [ sic ] { x }", "(born 1950) [sic] {x}"),
-        ('as " Craig " in', 'as "Craig" in'),
-        ("the ' Bill ' in", "the 'Bill' in"),
-        ("Teddy 's Story", "Teddy's Story"),
-        ("the boys ' room", "the boys' room"),
-        ("= = = = D = = = =", "==== D ===="),
-        ("= = = C = = =", "=== C ==="),
-        ("= = B = =", "== B =="),
-        ("20 ° C", "20°C"),
-        ("a \n b", "a\nb"),
-        ("about N years", "about 1 years"),
-        ("nothing to do", "nothing to do"),
-    ],
-)
-def test_rules(page: str, text: str) -> None:
-    assert wikitext.detokenize(page) == text
 
 
 def test_the_62_pages_of_the_test_split(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ prompts = st.lists(
 
 
 def walk(members, parent=None):
-    """(prefix or place, parent) of a whole forest, in order."""
+    """(prefix or index, parent) of a whole forest, in order."""
     for member in members:
         yield member, parent
         if isinstance(member, PrefixNode):
@@ -37,36 +37,36 @@ def fed(forest, prompts):
 @given(prompts, st.integers(0, 8), st.integers(2, 12), st.integers(1, 4), st.integers(0, 3))
 def test_a_forest_holds_every_prompt_once_under_prefixes_of_its_own(prompts, overhead, room, group, beside):
     forest = plan_prefixes(prompts, PrefixCostModel(room, overhead, group, beside))
-    places = []
+    leaves = []
     for member, parent in walk(forest):
         if isinstance(member, int):
-            places.append(member)
+            leaves.append(member)
             continue
         assert member.parent is parent and 0 <= member.start < member.end <= room
         assert member.end % group == 0
         chain = len(list(ancestors(member)))
         assert member.end + chain * beside <= room
-        for user in (prompts[place] for place in member.users):
+        for user in (prompts[index] for index in member.users):
             need = len(user.tokens) + user.steps + beside
-            # Who has a place in the cache alone has one with all of its prefixes.
+            # Who has room in the cache alone has it with all of its prefixes.
             assert not user.steps or need > room or not beside or need + chain * beside <= room
-        users = [prompts[place] for place in member.users]
+        users = [prompts[index] for index in member.users]
         assert len(users) > 1 and sorted(member.users) == sorted(
-            place for place, _ in walk(member.members) if isinstance(place, int)
+            index for index, _ in walk(member.members) if isinstance(index, int)
         )
         assert all(len(user.tokens) > member.end for user in users)
         # Where scores are wanted, what the last token predicts is the same for all users too.
         same = member.end + any(user.scored for user in users)
         assert len({tuple(user.tokens[:same]) for user in users}) == 1
         assert member.saved >= overhead * (1 + max(user.steps for user in users))
-    assert sorted(places) == list(range(len(prompts)))
+    assert sorted(leaves) == list(range(len(prompts)))
     saved = sum(member.saved for member, _ in walk(forest) if isinstance(member, PrefixNode))
     assert fed(forest, prompts) == sum(len(prompt.tokens) for prompt in prompts) - saved
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), max_size=14, unique=True))
 def test_without_overhead_every_shared_token_is_computed_once(tokens):
-    """The trie's nodes; and where a prompt is the beginning of others, its last token is computed by each."""
+    """The trie's nodes; and where a prompt is the beginning of longer ones, they compute its last token."""
     nodes = {prompt[:end] for prompt in tokens for end in range(1, len(prompt) + 1)}
     asked = [Prompt(list(prompt), False, 0) for prompt in tokens]
     assert len(nodes) <= fed(plan_prefixes(asked, FREE), asked) <= len(nodes) + 2 * len(tokens)
@@ -81,7 +81,7 @@ def test_what_saves_too_little_is_left():
     assert isinstance(prefix, PrefixNode) and (prefix.start, prefix.end, prefix.saved) == (0, 5, 5)
     assert plan_prefixes(prompts, PrefixCostModel(ENDLESS, 1.3)) == [1, 0]
     assert plan_prefixes(prompts, PrefixCostModel(4, 0)) == [1, 0]
-    # Behind it each feeds a token of its own, and one draws three: five attend to it, for the five that are saved.
+    # Behind it both feed a token of its own, and one draws three: five attend to it, for the five that are saved.
     assert isinstance(plan_prefixes(prompts, PrefixCostModel(ENDLESS, 0, token_overhead=1.0))[0], PrefixNode)
     assert plan_prefixes(prompts, PrefixCostModel(ENDLESS, 0, token_overhead=1.01)) == [1, 0]
 

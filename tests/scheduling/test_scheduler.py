@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.planner.policy import ROW, ZIGZAG, Schedule
-from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits, work_items
 from flexgen_helm.scheduling.sequence import AnswerLengths, CacheBlock, Sequence, SequenceKind
-from flexgen_helm.scheduling.work_items import work_items
 from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
@@ -35,43 +35,51 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     )  # fmt: skip
 
 
+CASES = st.fixed_dictionaries(
+    {
+        "batch_tokens": st.integers(1, 60),
+        "batch_sequences": st.integers(1, 8),
+        "max_sequences": st.integers(1, 20),
+        "extra_cache": st.integers(0, 100),
+        "pass_tokens": st.integers(1, 100),
+        "page_tokens": st.sampled_from([0, 0, 1, 4, 7]),
+        "slot_overhead": st.integers(0, 3),
+        "more_windows": st.sampled_from([None, None, 0, 1, 4]),
+        "prefix": st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
+        "ending": st.sampled_from([0.0, 0.1, 0.4]),
+        "known_ends": st.integers(0, 20),
+        "seed": st.integers(0, 1000),
+    }
+).map(lambda drawn: SimpleNamespace(**drawn))
+
+
 @settings(max_examples=share_of(400, 4), deadline=None)
-@given(
-    shapes=shapes_strategy,
-    batch_tokens=st.integers(1, 60),
-    batch_sequences=st.integers(1, 8),
-    max_sequences=st.integers(1, 20),
-    extra_cache=st.integers(0, 100),
-    pass_tokens=st.integers(1, 100),
-    page_tokens=st.sampled_from([0, 0, 1, 4, 7]),
-    slot_overhead=st.integers(0, 3),
-    more_windows=st.sampled_from([None, None, 0, 1, 4]),
-    prefix=st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
-    ending=st.sampled_from([0.0, 0.1, 0.4]),
-    known_ends=st.integers(0, 20),
-    seed=st.integers(0, 1000),
-)
-def test_everyone_is_served_within_the_limits(
-    shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, page_tokens, slot_overhead,
-    more_windows, prefix, ending, known_ends, seed,
-):  # fmt: skip
+@given(shapes=shapes_strategy, case=CASES)
+def test_everyone_is_served_within_the_limits(shapes, case):
     """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
-    ends = random.Random(seed)
+    ends = random.Random(case.seed)
     prompts = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
     need = max(
-        [p.cache_tokens + p.num_continuations * (p.continuation_tokens + slot_overhead) for p in prompts], default=0
+        [p.cache_tokens + p.num_continuations * (p.continuation_tokens + case.slot_overhead) for p in prompts],
+        default=0,
     )
-    prefix_len, num_users = prefix
-    need += slot_overhead + (prefix_len + slot_overhead if prefix_len else 0)
+    prefix_len, num_users = case.prefix
+    need += case.slot_overhead + (prefix_len + case.slot_overhead if prefix_len else 0)
     limits = SchedulerLimits(
-        batch_tokens, batch_sequences, max_sequences, need + extra_cache, pass_tokens, page_tokens, slot_overhead
+        case.batch_tokens,
+        case.batch_sequences,
+        case.max_sequences,
+        need + case.extra_cache,
+        case.pass_tokens,
+        case.page_tokens,
+        case.slot_overhead,
     )
-    if more_windows is not None:  # than one prompt with its continuations needs behind a prefix
+    if case.more_windows is not None:  # than one prompt with its continuations needs behind a prefix
         alone = max([1 + prompt.num_continuations for prompt in prompts], default=1) + (prefix_len > 0)
-        limits = replace(limits, max_windows=alone + more_windows)
+        limits = replace(limits, max_windows=alone + case.more_windows)
     waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
     lengths = AnswerLengths()
-    for _ in range(known_ends):  # so that more is expected to end than does
+    for _ in range(case.known_ends):  # so that more is expected to end than does
         for _, max_new, _ in shapes:
             lengths.count_token(max_new), lengths.count_end(max_new)
     scheduler = Scheduler(waiting, limits, lengths)
@@ -104,7 +112,7 @@ def test_everyone_is_served_within_the_limits(
                 del content[block]
             content[regroup.block] = list(moved)
             regroup.block.tier = "cpu"
-        assert page_tokens or not (changes.freed or changes.regroups)
+        assert case.page_tokens or not (changes.freed or changes.regroups)
         assert scheduler.cache_tokens <= limits.cache_tokens
         batches = scheduler.next_pass()
         if not batches:
@@ -113,13 +121,13 @@ def test_everyone_is_served_within_the_limits(
         assert sum(block.num_slots for block in scheduler._blocks) <= limits.max_windows
         prefilled = [batch for batch in batches if batch.is_prefill]
         tokens_in = sum(batch.num_tokens for batch in prefilled)
-        assert tokens_in <= pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
+        assert tokens_in <= case.pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
         in_pass = [item.sequence for batch in batches for item in batch.scheduled]
         assert len(set(in_pass)) == len(in_pass)
         for batch in batches:
             if batch.is_prefill:
-                assert len(batch.scheduled) <= batch_sequences
-                assert batch.num_tokens <= batch_tokens or len(batch.scheduled) == 1
+                assert len(batch.scheduled) <= case.batch_sequences
+                assert batch.num_tokens <= case.batch_tokens or len(batch.scheduled) == 1
             for item in batch.scheduled:
                 sequence = item.sequence
                 assert item.count == sequence.num_pending > 0
@@ -156,7 +164,7 @@ def test_everyone_is_served_within_the_limits(
                 elif (
                     not sequence.num_draws
                     or len(sequence.tokens) - sequence.prompt_len + 1 >= sequence.max_new_tokens
-                    or ends.random() < ending
+                    or ends.random() < case.ending
                 ):
                     lengths.count_end(sequence.length_group)
                     end(sequence)

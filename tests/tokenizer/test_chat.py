@@ -118,11 +118,11 @@ def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers: dict[
 def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers: dict[str, Tokenizer]) -> None:
     decided = decide(tokenizers["instruct"], system_prompt="Be brief.")
     user = {"role": "user", "content": "Hi"}
-    own = {"role": "system", "content": "Be long."}
+    system_turn = {"role": "system", "content": "Be long."}
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     plain = decide(tokenizers["instruct"])
     assert decided.render_prompt("Hi") == decided.render_messages([user]) == system + plain.render_messages([user])
-    assert decided.render_messages([own, user]) == plain.render_messages([own, user])
+    assert decided.render_messages([system_turn, user]) == plain.render_messages([system_turn, user])
 
 
 def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers: dict[str, Tokenizer]) -> None:
@@ -169,20 +169,20 @@ def test_only_generating_prompts_are_rendered(tokenizers: dict[str, Tokenizer]) 
     prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
     assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
     assert plain.render(prompt) is None
-    for other in (GenerationRequest(prompt="Hi", echo_logprobs=True), GenerationRequest(prompt="Hi", max_tokens=0),
+    for request in (GenerationRequest(prompt="Hi", echo_logprobs=True), GenerationRequest(prompt="Hi", max_tokens=0),
                   GenerationRequest(prompt_token_ids=[1])):  # fmt: skip
-        assert applied.render(other) is None
+        assert applied.render(request) is None
 
 
 def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers: dict[str, Tokenizer]) -> None:
     auto = decide(tokenizers["instruct"])
     assert auto.identity == decide(tokenizers["instruct"], True).identity
-    others = [
+    changed = [
         decide(tokenizers["instruct"], system_prompt="Be brief."),
         decide(tokenizers["instruct"], chat_template_kwargs={"a": 1}),
         decide(tokenizers["thinking"]),
     ]
-    assert len({other.identity for other in (auto, *others)}) == 4
+    assert len({chat.identity for chat in (auto, *changed)}) == 4
     record = auto.as_json()
     assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
     assert len(record["template"]) == 12
@@ -207,9 +207,9 @@ def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers: dict[st
 def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers: dict[str, Tokenizer]) -> None:
     """Else a run that goes on after midnight has other prompts than it began with."""
     tokenizer = replace_template(tokenizers["instruct"], "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
-    usual, other = decide(tokenizer, True), decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"})
-    assert usual.render_prompt("x") == "26 Jul 2024: x" and other.render_prompt("x") == "27 Nov 2026: x"
-    assert usual.as_json()["date"] == "2024-07-26" and usual.identity != other.identity
+    usual, dated = decide(tokenizer, True), decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"})
+    assert usual.render_prompt("x") == "26 Jul 2024: x" and dated.render_prompt("x") == "27 Nov 2026: x"
+    assert usual.as_json()["date"] == "2024-07-26" and usual.identity != dated.identity
     assert "date" not in decide(tokenizers["instruct"], True).as_json()
     here, there = "{{ strftime_now('%Y') }}", [[{"role": "user", "content": "x"}]]
     assert chat_template_utils.render_jinja_template(there, chat_template=here)[0] == [str(datetime.now().year)]

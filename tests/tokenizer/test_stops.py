@@ -58,38 +58,11 @@ def test_equals_the_slow_reference(pieces: list[bytes], stops: list[str]) -> Non
     assert stopped == any(stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops)
 
 
-@given(st.lists(st.text(ALPHABET, min_size=1), max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
-def test_whole_tokens_join_to_the_text(words: list[str], stops: list[str]) -> None:
-    kept, _, _ = feed([word.encode("utf-8") for word in words], stops)
-    assert "".join(kept.tokens) == kept.text
-    assert not any(stop in kept.text for stop in stops)
-
-
 @given(st.lists(st.binary(max_size=4), max_size=12))
 def test_any_bytes_decode_as_a_whole(pieces: list[bytes]) -> None:
     kept, _, _ = feed(pieces, [])
     assert kept.text == b"".join(pieces).decode("utf-8", errors="replace")
     assert len(kept.token_ids) == len(pieces)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "stops", "text", "tokens"),
-    [
-        ([], ["x"], "", ()),
-        (["ab", "cd"], [], "abcd", ("ab", "cd")),
-        (["\n", "a"], ["\n"], "", ()),
-        (["a\nb"], ["\n"], "a", ("a",)),
-        (["a", "##", "#"], ["###"], "a", ("a",)),
-        (["a#", "##b"], ["###"], "a", ("a",)),
-        (["stop"], ["stop"], "", ()),
-        (["a", "b\n\nc"], ["\n", "\n\n"], "ab", ("a", "b")),
-        (["xabcd"], ["bc", "abcd"], "x", ("x",)),
-        (["a", "b"], ["abc"], "ab", ("a", "b")),
-    ],
-)
-def test_examples(pieces: list[str], stops: list[str], text: str, tokens: tuple[str, ...]) -> None:
-    kept, _, _ = feed([piece.encode("utf-8") for piece in pieces], stops)
-    assert (kept.text, kept.tokens) == (text, tokens)
 
 
 def test_a_character_over_three_tokens() -> None:
@@ -128,21 +101,3 @@ def test_result_may_be_asked_for_at_any_time() -> None:
 def test_unusable_stop_strings_are_refused(stop: str) -> None:
     with pytest.raises(RequestError):
         StopMatcher([b"a"].__getitem__, ["ok", stop])
-
-
-def test_cost_is_linear_in_the_length() -> None:
-    """Every search covers the new token and what a stop string can reach back to, however long the text is."""
-    searched: list[int] = []
-
-    class Watched(bytearray):
-        def find(self, sub, start=0):  # type: ignore[no-untyped-def, override]
-            searched.append(len(self) - start)
-            return super().find(sub, start)
-
-    stops = ["\n", "aaab"]
-    matcher = StopMatcher([b"aaaa"].__getitem__, stops)
-    matcher._data = Watched()
-    for _ in range(1_000):
-        matcher.push(0)
-    assert len(searched) == 1_000 * len(stops)
-    assert max(searched) == len("aaaa") + len("aaab") - 1

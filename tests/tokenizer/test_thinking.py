@@ -39,8 +39,8 @@ THOUGHT = "<think>\nThe user\nasks é👍.\n</think>\n\nParis.\nAnd so on"
 def cut(text: str, borders: list[int]) -> list[bytes]:
     """The bytes of a text as tokens, cut anywhere, within characters too."""
     data = text.encode()
-    places = sorted({0, len(data), *(border % (len(data) + 1) for border in borders)})
-    return [data[start:end] for start, end in pairwise(places)]
+    cuts = sorted({0, len(data), *(border % (len(data) + 1) for border in borders)})
+    return [data[start:end] for start, end in pairwise(cuts)]
 
 
 def completion(pieces: list[bytes], reason: str = "endoftext") -> Completion:
@@ -67,8 +67,8 @@ def reference(text: str, inside: bool, stop: str) -> str:
     if match is None and (inside or re.match(r"\s*<think>", text)):
         return text
     start = match.end() if match else 0
-    place = text.find(stop, start)
-    return text if place < 0 else text[:place]
+    end = text.find(stop, start)
+    return text if end < 0 else text[:end]
 
 
 # Stop strings

@@ -12,7 +12,7 @@ from typing import Any
 
 from flexgen_helm.errors import CheckpointError
 
-_HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
+HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
         reason = _UNSUPPORTED.get(method, f"supported are {', '.join(METHODS)}")
         raise CheckpointError(f"{path}: weights quantized by {method} cannot be read ({reason}); use the original")
     dtypes = (owner.get("dtype") or owner.get("torch_dtype") for owner in owners)
-    dtype = next((_HALF_TYPES[name] for name in dtypes if name in _HALF_TYPES), "BF16")
+    dtype = next((HALF_TYPES[name] for name in dtypes if name in HALF_TYPES), "BF16")
     try:
         options = METHODS[method](settings)
     except _UnsupportedError as error:

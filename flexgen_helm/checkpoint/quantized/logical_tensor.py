@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import row_tiles
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.progress import Message, report
 
 # Types that a tensor can have without scales.
 FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -25,24 +28,36 @@ TORCH_TYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+# Returns `count` rows from `start` on, in floating point.
+ReadRows = Callable[[int, int], torch.Tensor]
 
 
-class LogicalTensor(ABC):
+@dataclass(frozen=True)
+class LogicalTensor:
     """Stored tensors that are one tensor of the model.
 
     name: of the tensor, in the words of the unquantized checkpoint.
     shape: of the tensor.
     dtype: safetensors' name of the type to which its values belong.
     parts: the stored tensors; the first one holds the values.
+    prepare: reads what all rows need, such as scales, and returns what reads rows.
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: str, parts: tuple[StoredTensor, ...]) -> None:
-        self.name, self.shape, self.dtype, self.parts = name, shape, dtype, parts
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredTensor, ...]
+    prepare: Callable[[], ReadRows] = field(repr=False)
 
     @property
     def title(self) -> str:
         """File and tensors, for messages."""
-        return ", ".join([self.parts[0].title, *(part.name for part in self.parts[1:])])
+        return title_of(self.parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is stored as it is."""
+        return len(self.parts) == 1
 
     @property
     def width(self) -> int:
@@ -53,24 +68,32 @@ class LogicalTensor(ABC):
     def num_rows(self) -> int:
         return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
 
-    @abstractmethod
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
         """Yield the elements of these rows in order, flat, in floating point; about a tile at a time.
 
         Values of quantized tensors are float32 products of code and scale, not rounded to `dtype` yet.
         Raises `CheckpointError` if a file is short or has changed.
         """
-
-
-class PlainTensor(LogicalTensor):
-    """A tensor that is stored as it is."""
-
-    def __init__(self, stored: StoredTensor) -> None:
-        super().__init__(stored.name, stored.shape, stored.dtype, (stored,))
-
-    def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
+        read = self.prepare()
         for start, count in row_tiles(rows, self.width):
-            yield read_rows(self.parts[0], start, count, self.width).view(-1)
+            yield read(start, count).reshape(-1)
+
+
+def plain_tensor(stored: StoredTensor) -> LogicalTensor:
+    """Return a tensor that is stored as it is."""
+    width = stored.shape[-1] if len(stored.shape) > 1 else 1
+    return LogicalTensor(
+        stored.name,
+        stored.shape,
+        stored.dtype,
+        (stored,),
+        lambda: lambda start, count: read_rows(stored, start, count, width),
+    )
+
+
+def title_of(parts: tuple[StoredTensor, ...]) -> str:
+    """Return file and names of stored tensors, for messages."""
+    return ", ".join([parts[0].title, *(part.name for part in parts[1:])])
 
 
 def read_rows(stored: StoredTensor, start: int, count: int, width: int) -> torch.Tensor:
@@ -87,20 +110,59 @@ def read_all(stored: StoredTensor) -> torch.Tensor:
     return read_rows(stored, 0, 1, prod(stored.shape)).view(stored.shape)
 
 
-def require_type(stored: StoredTensor, *supported: str) -> None:
-    """Raise `CheckpointError` if a stored tensor has another type."""
-    if stored.dtype not in supported:
-        raise CheckpointError(f"{stored.title} has the type {stored.dtype}; expected is {' or '.join(supported)}")
-
-
-def require_shape(stored: StoredTensor, *shape: int) -> None:
-    """Raise `CheckpointError` if a stored tensor has another shape."""
-    if stored.shape != shape:
+def require(stored: StoredTensor, types: tuple[str, ...], shape: tuple[int, ...] | None = None) -> None:
+    """Raise `CheckpointError` if a stored tensor has another type, or another shape where one is given."""
+    if stored.dtype not in types:
+        raise CheckpointError(f"{stored.title} has the type {stored.dtype}; expected is {' or '.join(types)}")
+    if shape is not None and stored.shape != shape:
         raise CheckpointError(
             f"{stored.title} has the shape {list(stored.shape)}, but the tensors beside it ask for {list(shape)}"
         )
 
 
-def half_type(scale: StoredTensor, otherwise: str) -> str:
-    """Return the 16-bit type of values with this scale: its own, if it has 16 bits."""
-    return scale.dtype if scale.dtype in ("F16", "BF16") else otherwise
+# ---- stored tensors that nothing reads: known to change no number, another model's, or refused by name ----
+
+# Buffers that older releases stored: frequencies of rotations, causal masks, numbers of positions.
+_BUFFERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(masked_)?bias|position_ids)$")
+
+
+def check_unread(tensors: Iterable[LogicalTensor], read: Collection[str], path: Path) -> None:
+    """Refuse tensors that would change what a module computes, and report other models' beside this one.
+
+    tensors: all stored ones but those that are known to change no number.
+    read: stored names of the tensors that the model consists of.
+
+    Raises `CheckpointError` for one inside a module of the model, such as a bias, a norm, or an adapter. Biases of
+    zeros are none: some tools write them for every quantized weight.
+    """
+    modules = {name.rpartition(".")[0] for name in read}
+    modules |= {module for name in read for module in _modules(name) if re.search(r"\.\d+(\.|$)", module)}
+    unread = [tensor for tensor in tensors if tensor.name not in read and not _BUFFERS.search(tensor.name)]
+    inside = [
+        tensor for tensor in unread if not modules.isdisjoint(_modules(tensor.name)) and not _is_zero_bias(tensor)
+    ]
+    if inside:
+        more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        raise CheckpointError(
+            f"{inside[0].title}{more} would change what is computed, but the model that its config.json describes "
+            f"has no such tensor; correct the file, or merge an adapter into its base"
+        )
+    if parts := sorted({_part(tensor.name) for tensor in unread if modules.isdisjoint(_modules(tensor.name))}):
+        named = ", ".join(parts[:4]) + (", …" if len(parts) > 4 else "")
+        report(Message(f"{path} also has tensors that are no part of the model and are not used: {named}"))
+
+
+def _modules(name: str) -> list[str]:
+    """Return the modules that a tensor is in, outermost first."""
+    names = name.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
+
+
+def _part(name: str) -> str:
+    """Return the first two names of a tensor, without numbers."""
+    return ".".join([part for part in name.split(".") if not part.isdigit()][:2])
+
+
+def _is_zero_bias(tensor: LogicalTensor) -> bool:
+    is_bias = tensor.name.endswith(".bias") and tensor.dtype in FLOAT_TYPES
+    return is_bias and not any(tile.any() for tile in tensor.tiles([range(tensor.num_rows)]))

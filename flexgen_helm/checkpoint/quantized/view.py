@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from flexgen_helm.checkpoint.quantized.config import Quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, PlainTensor
-from flexgen_helm.checkpoint.quantized.scaled import (
-    AwqTensor,
-    GptqTensor,
-    PackedTensor,
-    ScaledTensor,
-    TableTensor,
-    TransposedTensor,
+import torch
+
+from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
+from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    LogicalTensor,
+    ReadRows,
+    plain_tensor,
+    read_all,
+    read_rows,
+    require,
+    title_of,
 )
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
@@ -35,6 +41,9 @@ _UNUSED = (
     ".weight_format",
 )
 _FP8 = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F32", "F16", "BF16")
+_SCALES = (*_FLOATS, "F8_E4M3", "F8_E8M0", "U8")
+_INDICES = ("I32", "I64")
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,10 @@ class QuantizedGroup:
     def optional(self, *names: str) -> StoredTensor | None:
         return next((self.stored[name] for name in names if name in self.stored), None)
 
+    def dtype(self, scale: StoredTensor) -> str:
+        """Return the 16-bit type of values with this scale: its own, if it has 16 bits."""
+        return scale.dtype if scale.dtype in ("F16", "BF16") else self.quantization.dtype
+
 
 def logical_tensors(
     stored: Mapping[str, StoredTensor], quantization: Quantization | None, path: Path
@@ -68,21 +81,136 @@ def logical_tensors(
     Raises `CheckpointError` for a set that is incomplete or has shapes or types that do not fit.
     """
     if quantization is None:
-        return {name: PlainTensor(tensor) for name, tensor in stored.items()}
+        return {name: plain_tensor(tensor) for name, tensor in stored.items()}
     read_set = _READERS[quantization.method]
-    quantized = [
-        tensor
-        for first in stored.values()
-        if (tensor := read_set(QuantizedGroup(first, stored, quantization))) is not None
-    ]
+    found = (read_set(QuantizedGroup(first, stored, quantization)) for first in stored.values())
+    quantized = [tensor for tensor in found if tensor is not None]
     parts = {part.name for tensor in quantized for part in tensor.parts}
-    plain = [PlainTensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
+    plain = [plain_tensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
     tensors: dict[str, LogicalTensor] = {}
     for tensor in (*plain, *quantized):
         if tensor.name in tensors:
             raise CheckpointError(f"{path} has {tensor.name} twice: plain, and quantized in {tensor.title}")
         tensors[tensor.name] = tensor
     return tensors
+
+
+# ---- codes of 8 or 4 bits with a scale for each block: FP8, INT8, FP4 ----
+
+# OCP Microscaling Formats 1.0, E2M1: sign, two bits of exponent, one of mantissa.
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_VALUES = torch.cat([_E2M1, -_E2M1])
+# The two values of each byte, the lower four bits first.
+_FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], dim=1)
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """value[i, j] = (code[i, j] - zero point) * factor * scale[i // block rows, j // block columns] / global scale.
+
+    scale: one for all; one for each of the leading indices or rows; or a grid over the last two dimensions.
+    block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
+    zero_point: of the scales' shape; None if all are zero.
+    fp4: two codes are in a byte.
+    """
+
+    scale: StoredTensor
+    block: tuple[int, int] | None = None
+    global_scale: StoredTensor | None = None
+    zero_point: StoredTensor | None = None
+    factor: float = 1.0
+    fp4: bool = False
+
+
+def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
+    """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
+    codes, scale, zero_point = group.first, scaling.scale, scaling.zero_point
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if scaling.fp4 else codes.shape
+    parts = tuple(part for part in (codes, scale, scaling.global_scale, zero_point) if part is not None)
+    require(scale, _SCALES)
+    if scaling.global_scale is not None:
+        require(scaling.global_scale, ("F32",), (1,))
+    if zero_point is not None:
+        require(zero_point, (codes.dtype,), scale.shape)
+    if len(shape) < 2:
+        raise CheckpointError(f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}")
+    grid, block = _grid(scaling, shape, title_of(parts))
+
+    def by_matrix(scales: torch.Tensor) -> torch.Tensor:
+        """Return the grids of all matrices, one below the other: [matrices * grid rows, grid columns]."""
+        return scales.view(grid).expand(*shape[:-2], *grid[-2:]).reshape(-1, grid[-1])
+
+    def prepare() -> ReadRows:
+        scales = _read_scale(scale)
+        if scaling.global_scale is not None:
+            scales = scales / read_all(scaling.global_scale).flatten()[0]
+        scales = by_matrix(scales * scaling.factor)
+        zeros = None if zero_point is None else by_matrix(read_all(zero_point).float())
+
+        def rows(start: int, count: int) -> torch.Tensor:
+            stored = read_rows(codes, start, count, codes.shape[-1])
+            values = _unpack_fp4(stored) if scaling.fp4 else stored.float()
+            row = torch.arange(start, start + count)
+            grid_row = row // shape[-2] * grid[-2] + row % shape[-2] // block[0]
+
+            def of_elements(grids: torch.Tensor) -> torch.Tensor:
+                of_row = grids[grid_row]
+                return of_row if grid[-1] == 1 else of_row.repeat_interleave(block[1], dim=1)[:, : shape[-1]]
+
+            return (values if zeros is None else values - of_elements(zeros)) * of_elements(scales)
+
+        return rows
+
+    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare)
+
+
+def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the scales' shape with as many dimensions as the tensor's, and the rows and columns that share a scale."""
+    scale_shape, sizes = scaling.scale.shape, shape[-2:]
+    missing = len(shape) - len(scale_shape)
+    grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
+    # One for each row, or for each expert; or a grid for each expert.
+    exact = grid if missing > 0 else grid[:-2]
+    fits = len(grid) == len(shape) and all(size in (1, full) for size, full in zip(exact, shape, strict=False))
+    block = scaling.block
+    # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in 2 blocks of 16.
+    if block is None or grid[-2:] != (-(-sizes[0] // block[0]), -(-sizes[1] // block[1])):
+        block = sizes[0] // max(1, grid[-2]), sizes[1] // max(1, grid[-1])
+        fits = fits and (grid[-2] * block[0], grid[-1] * block[1]) == sizes
+    if not fits:
+        raise CheckpointError(f"{title}: scales of shape {list(scale_shape)} do not fit weights of {list(shape)}")
+    return grid, block
+
+
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    pairs = _FP4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())  # faster than by two dimensions
+    return pairs.view(len(packed), -1)
+
+
+def _read_scale(stored: StoredTensor) -> torch.Tensor:
+    """Read a whole tensor of scales in float32; bytes are exponents."""
+    scale = read_all(stored)
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def _transposed(stored: LogicalTensor) -> LogicalTensor:
+    """Return the matrices of another tensor, each transposed; one of them is in memory at a time."""
+    *leading, outputs, inputs = stored.shape
+
+    def prepare() -> ReadRows:
+        read = stored.prepare()
+
+        @lru_cache(maxsize=1)
+        def matrix(index: int) -> torch.Tensor:
+            return read(index * outputs, outputs).t()
+
+        def rows(start: int, count: int) -> torch.Tensor:
+            indices = range(start // inputs, -(-(start + count) // inputs))
+            return torch.cat([matrix(i)[max(0, start - i * inputs) : start + count - i * inputs] for i in indices])
+
+        return rows
+
+    return replace(stored, shape=(*leading, inputs, outputs), prepare=prepare)
 
 
 def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
@@ -96,99 +224,279 @@ def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
             f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of {list(scales.shape)}"
         )
     *leading, groups, num_bytes = blocks.shape
-    flat = StoredTensor(
-        blocks.file, blocks.name, blocks.dtype, (*leading, groups * num_bytes), blocks.offset, blocks.size
-    )
-    return TransposedTensor(ScaledTensor(stem, flat, scales, group.quantization.dtype, fp4=True))
+    flat = replace(group, first=replace(blocks, shape=(*leading, groups * num_bytes)))
+    return _transposed(_scaled(flat, stem, _Scaling(scales, fp4=True)))
 
 
 def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
     """x in FP8 with x_scale_inv or x_scale, which both multiply; FP4 experts are I8 with scales of bytes."""
-    codes, quantization = group.first, group.quantization
+    codes = group.first
     if codes.dtype not in (*_FP8, "I8") or codes.name.endswith(("_scale_inv", ".scale", "_scale")):
         return None
     stem = codes.name.removesuffix(".weight")
     scale = group.part(f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight")
-    fp4 = codes.dtype == "I8"
-    return ScaledTensor(codes.name, codes, scale, quantization.dtype, fp4=fp4, block=quantization.block)
+    return _scaled(group, codes.name, _Scaling(scale, group.quantization.block, fp4=codes.dtype == "I8"))
 
 
-def _packed_stem(group: QuantizedGroup) -> str | None:
-    """Return x of x.qweight, or None. Raises `CheckpointError` for scales without weights: AWQ's of activations."""
+# ---- integers of 2, 3, 4, or 8 bits in words of 32, with scales and zero points for groups of inputs ----
+
+# AWQ, gemm layout: where column j of each eight begins in the word.
+_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+# What reads a set once: rows of codes [count, in], of zero points [count, groups], and all scales [out, groups].
+_ReadParts = Callable[[], tuple[ReadRows, ReadRows, torch.Tensor]]
+
+
+def _unpack(
+    words: torch.Tensor, start: int, count: int, bits: int, shifts: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return `count` integers from number `start` on of the bit streams along the first dimension: int32.
+
+    shifts: where the integers of a word begin; None for one after the other.
+    """
+    mask, ones = (1 << bits) - 1, [1] * (words.ndim - 1)
+    if 32 % bits == 0:
+        per_word = 32 // bits
+        first, skipped = start // per_word, start % per_word
+        by_word = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32).view(-1, *ones)
+        needed = words[first : -(-(start + count) // per_word)]
+        return ((needed.unsqueeze(1) >> by_word) & mask).flatten(0, 1)[skipped : skipped + count]
+    begin = torch.arange(start, start + count) * bits
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    word, shift = begin // 32, (begin % 32).view(-1, *ones)
+    following = wide[(word + 1).clamp(max=len(wide) - 1)]
+    return (((wide[word] | following << 32) >> shift) & mask).to(torch.int32)
+
+
+def _grouped(
+    group: QuantizedGroup, shape: tuple[int, int], num_groups: int, parts: tuple[StoredTensor, ...], read: _ReadParts
+) -> LogicalTensor:
+    """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by group.
+
+    parts: codes, scales, and others. A g_idx [in] among them has the group of each input; without one, groups are runs
+        of one of the configured sizes, of which the last may be cut off, or of equal lengths.
+    """
+    scale, inputs = parts[1], shape[1]
+    g_idx = next((part for part in parts if part.name.endswith("g_idx")), None)
+    if g_idx is not None:
+        require(g_idx, _INDICES, (inputs,))
+    group_size = next((size for size in group.quantization.group_sizes if -(-inputs // size) == num_groups), None)
+    if group_size is None:
+        if num_groups < 1 or inputs % num_groups:
+            raise CheckpointError(f"{scale.title} has {num_groups} groups for {inputs} inputs")
+        group_size = inputs // num_groups
+
+    def prepare() -> ReadRows:
+        codes, zeros, scales = read()
+        index = torch.arange(inputs) // group_size if g_idx is None else read_all(g_idx).long()
+        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+            raise CheckpointError(f"{parts[-1].title} names groups outside 0 to {num_groups - 1}")
+        is_even = g_idx is None and inputs == num_groups * group_size
+
+        def rows(start: int, count: int) -> torch.Tensor:
+            values, offsets, factors = codes(start, count), zeros(start, count), scales[start : start + count]
+            if is_even:  # several times as fast as by index
+                by_group = values.unflatten(1, (num_groups, group_size))
+                return (by_group - offsets.unsqueeze(2)).float() * factors.unsqueeze(2)
+            return (values - offsets.index_select(1, index)).float() * factors.index_select(1, index)
+
+        return rows
+
+    name = group.first.name.rpartition(".")[0] + ".weight"
+    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare)
+
+
+def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
+    """Return x.qweight, x.scales, x.qzeros, and x.g_idx if there is one; None if the first tensor is no qweight.
+
+    Raises `CheckpointError` for scales without weights: AWQ's of activations.
+    """
     owner = group.stem(".scales")
     if owner is not None and group.optional(f"{owner}.qweight") is None:
         raise CheckpointError(f"{group.first.title} has no {owner}.qweight; scales of activations cannot be used")
-    return group.stem(".qweight")
+    stem = group.stem(".qweight")
+    if stem is None:
+        return None
+    parts = (group.first, group.part(f"{stem}.scales"), group.part(f"{stem}.qzeros"))
+    for part, types in zip(parts, (("I32",), _FLOATS, ("I32",)), strict=True):
+        require(part, types)
+        if len(part.shape) != 2:
+            raise CheckpointError(f"{part.title} has the shape {list(part.shape)}; expected is a matrix")
+    return parts
 
 
 def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
-    stem = _packed_stem(group)
-    if stem is None:
+    """GPTQ: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx [in]."""
+    parts = _packed_parts(group)
+    if parts is None:
         return None
-    qzeros, scales, g_idx = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales"), group.optional(f"{stem}.g_idx")
-    quantization = group.quantization
-    return GptqTensor(
-        f"{stem}.weight",
-        group.first,
-        qzeros,
-        scales,
-        g_idx,
-        quantization.dtype,
-        quantization.zero_offset,
-        quantization.group_sizes,
-    )
+    qweight, scales, qzeros = parts
+    groups, outputs = scales.shape
+    bits = qzeros.shape[1] * 32 // max(1, outputs)
+    if bits not in (2, 3, 4, 8) or outputs * bits != qzeros.shape[1] * 32:
+        raise CheckpointError(
+            f"{qzeros.title} has {qzeros.shape[1]} words for {outputs} outputs: not 2, 3, 4 or 8 bits each"
+        )
+    inputs = qweight.shape[0] * 32 // bits
+    require(qweight, ("I32",), (inputs * bits // 32, outputs))
+    require(qzeros, ("I32",), (groups, outputs * bits // 32))
+    offset, mask = group.quantization.zero_offset, (1 << bits) - 1
+
+    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
+        words, zero_words = read_all(qweight), read_all(qzeros).t()
+        return (
+            lambda start, count: _unpack(words[:, start : start + count], 0, inputs, bits).t(),
+            lambda start, count: (_unpack(zero_words, start, count, bits) + offset) & mask,
+            read_all(scales).float().t(),
+        )
+
+    g_idx = group.optional(qweight.name.removesuffix("qweight") + "g_idx")
+    return _grouped(group, (outputs, inputs), groups, parts if g_idx is None else (*parts, g_idx), read)
 
 
 def _awq(group: QuantizedGroup) -> LogicalTensor | None:
-    stem = _packed_stem(group)
-    if stem is None:
+    """AWQ, gemm layout: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], 4 bits."""
+    parts = _packed_parts(group)
+    if parts is None:
         return None
-    qzeros, scales = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales")
-    return AwqTensor(
-        f"{stem}.weight", group.first, qzeros, scales, group.quantization.dtype, group.quantization.group_sizes
-    )
+    qweight, scales, qzeros = parts
+    groups, (inputs, words) = scales.shape[0], qweight.shape
+    require(scales, _FLOATS, (groups, words * 8))
+    require(qzeros, ("I32",), (groups, words))
+
+    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
+        codes, zeros = read_all(qweight).t(), read_all(qzeros).t()
+        return (
+            lambda start, count: _unpack(codes, start, count, 4, _AWQ_SHIFTS),
+            lambda start, count: _unpack(zeros, start, count, 4, _AWQ_SHIFTS),
+            read_all(scales).float().t(),
+        )
+
+    return _grouped(group, (words * 8, inputs), groups, parts, read)
+
+
+def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTensor:
+    """compressed-tensors, pack-quantized: weight_packed [out, in * bits / 32], weight_scale [out, groups].
+
+    Codes and zero points have 4 or 8 bits, are signed, and are stored with 2 ** (bits - 1) added.
+    weight_zero_point: [out * bits / 32, groups], in early files unpacked; without it all are zero.
+    """
+    packed, true_shape = group.first, group.part(f"{stem}.weight_shape")
+    more = group.optional(f"{stem}.weight_zero_point"), group.optional(f"{stem}.weight_g_idx")
+    parts = (packed, scale, true_shape, *(part for part in more if part is not None))
+    require(packed, ("I32",))
+    require(scale, _FLOATS)
+    require(true_shape, _INDICES, (2,))
+    outputs, inputs = (int(size) for size in read_all(true_shape))
+    bits = next((bits for bits in (4, 8) if packed.shape == (outputs, -(-inputs * bits // 32))), None)
+    if bits is None or len(scale.shape) != 2 or scale.shape[0] not in (1, outputs):
+        raise CheckpointError(
+            f"{title_of(parts)}: shapes {list(packed.shape)} and {list(scale.shape)} do not fit 4 or 8 bits of "
+            f"{outputs} x {inputs}"
+        )
+    groups, zero_point = scale.shape[1], more[0]
+    if zero_point is not None:
+        zero_rows = -(-outputs * bits // 32) if zero_point.dtype == "I32" else outputs
+        require(zero_point, ("I32", "I8"), (zero_rows, groups))
+
+    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
+        offset = 1 << (bits - 1)
+        if zero_point is None:
+            zeros = torch.full((outputs, groups), offset, dtype=torch.int32)
+        elif zero_point.dtype == "I8":
+            zeros = read_all(zero_point).int() + offset
+        else:
+            zeros = _unpack(read_all(zero_point), 0, outputs, bits)
+        return (
+            lambda start, count: _unpack(read_rows(packed, start, count, packed.shape[1]).t(), 0, inputs, bits).t(),
+            lambda start, count: zeros[start : start + count],
+            read_all(scale).float().expand(outputs, -1),
+        )
+
+    return _grouped(group, (outputs, inputs), groups, parts, read)
 
 
 def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
     """compressed-tensors: weight_packed in words is integers, in bytes FP4; weight in one byte is FP8 or INT8."""
-    first, dtype = group.first, group.quantization.dtype
+    first, quantization = group.first, group.quantization
     stem = group.stem(".weight_packed")
-    if stem is None:
-        return _compressed_bytes(group)
-    name, scale = f"{stem}.weight", group.part(f"{stem}.weight_scale")
-    if first.dtype == "U8":
+    if stem is not None:
+        scale = group.part(f"{stem}.weight_scale")
+        if first.dtype != "U8":
+            return _packed(group, stem, scale)
         global_scale = group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
-        return ScaledTensor(name, first, scale, dtype, fp4=True, global_scale=global_scale)
-    shape = group.part(f"{stem}.weight_shape")
-    zero_point, g_idx = group.optional(f"{stem}.weight_zero_point"), group.optional(f"{stem}.weight_g_idx")
-    return PackedTensor(name, first, scale, shape, zero_point, g_idx, dtype, group.quantization.group_sizes)
-
-
-def _compressed_bytes(group: QuantizedGroup) -> LogicalTensor | None:
-    codes, quantization = group.first, group.quantization
-    if codes.dtype not in (*_FP8, "I8") or not codes.name.endswith("weight"):
+        return _scaled(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale, fp4=True))
+    if first.dtype not in (*_FP8, "I8") or not first.name.endswith("weight"):
         return None
-    scale, zero_point = group.part(f"{codes.name}_scale"), group.optional(f"{codes.name}_zero_point")
+    scale, zero_point = group.part(f"{first.name}_scale"), group.optional(f"{first.name}_zero_point")
     block = quantization.block or next(((1, size) for size in quantization.group_sizes), None)
-    return ScaledTensor(codes.name, codes, scale, quantization.dtype, block=block, zero_point=zero_point)
+    return _scaled(group, first.name, _Scaling(scale, block, zero_point=zero_point))
+
+
+# ---- bitsandbytes: int8, or codes of 4 bits that name values of a table, in blocks of their own scale ----
 
 
 def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     """Linear layers as x.weight: int8 with x.SCB, or 4 bits with x.weight.absmax and more."""
-    name, dtype = group.first.name, group.quantization.dtype
-    stem = group.stem(".weight")
+    name, stem = group.first.name, group.stem(".weight")
     if stem is None:
         return None
     if group.first.dtype == "I8":
-        return ScaledTensor(name, group.first, group.part(f"{stem}.SCB"), dtype, factor=1 / 127)
+        return _scaled(group, name, _Scaling(group.part(f"{stem}.SCB"), factor=1 / 127))
     states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
     if group.first.dtype != "U8" and group.optional(*states) is None:
         return None
-    state, absmax = group.part(*states), group.part(f"{name}.absmax")
-    nested = None
-    if absmax.dtype == "U8":
-        nested = group.part(f"{name}.nested_quant_map"), group.part(f"{name}.nested_absmax")
-    return TableTensor(name, group.first, absmax, group.part(f"{name}.quant_map"), state, nested, dtype)
+    return _from_table(group, group.part(*states))
+
+
+def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
+    """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] * absmax[block].
+
+    state: JSON with shape, type, and block sizes.
+    """
+    codes, name = group.first, group.first.name
+    table, absmax = group.part(f"{name}.quant_map"), group.part(f"{name}.absmax")
+    # Table and scales of absmax, if that is quantized too, with 8 bits.
+    is_nested = absmax.dtype == "U8"
+    nested = [group.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")] if is_nested else []
+    require(state, ("U8",))
+    try:
+        settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
+        shape = tuple(int(size) for size in settings["shape"])
+        block = int(settings["blocksize"])
+        nested_block = int(settings["nested_blocksize"]) if is_nested else 1
+        offset = float(settings["nested_offset"]) if is_nested else 0.0
+        dtype = HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype)
+        if min(block, nested_block, *shape) < 1:
+            raise ValueError("a size below 1")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
+    blocks = -(-prod(shape) // block)
+    if codes.size != -(-prod(shape) // 2):
+        raise CheckpointError(f"{codes.title} has {codes.size} bytes, too few or too many for {list(shape)}")
+    require(absmax, ("U8" if is_nested else "F32",), (blocks,))
+    require(table, ("F32",), (16,))
+    for stored, size in zip(nested, (256, -(-blocks // nested_block)), strict=False):
+        require(stored, ("F32",), (size,))
+
+    def prepare() -> ReadRows:
+        values, scales = read_all(table), read_all(absmax)
+        if nested:
+            nested_table, nested_scale = (read_all(part) for part in nested)
+            scales = nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block] + offset
+        pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)  # the two values of each byte
+        width = shape[-1] if len(shape) > 1 else 1
+
+        def rows(start: int, count: int) -> torch.Tensor:
+            begin, end = start * width, (start + count) * width
+            first = begin // 2
+            packed = torch.frombuffer(codes.read(first, -(-end // 2) - first), dtype=torch.uint8)
+            coded = pairs[packed.int()].view(-1)[begin - 2 * first :][: end - begin]
+            of_blocks = scales[begin // block : -(-end // block)].repeat_interleave(block)
+            return coded * of_blocks[begin % block :][: end - begin]
+
+        return rows
+
+    return LogicalTensor(name, shape, dtype, (codes, absmax, table, state, *nested), prepare)
 
 
 _READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {

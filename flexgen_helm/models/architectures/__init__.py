@@ -1,36 +1,32 @@
-"""One module per architecture: how its configuration becomes a `ModelConfig`, and its tensor names. No torch.
-
-A module with an `ARCHITECTURE` registers itself by being here.
-"""
+"""Architectures: how a configuration becomes a `ModelConfig`, and how tensors are named. No torch."""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import Architecture
-from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES, UNLISTED_CLASSES
+from flexgen_helm.models.architectures import gemma, gpt, llama
+from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES, UNLISTED_CLASSES, Architecture
 from flexgen_helm.models.config import ModelConfig
 
-_MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 ARCHITECTURES: Mapping[str, Architecture] = {
-    module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES if hasattr(module, "ARCHITECTURE")
-}
+    architecture.name: architecture
+    for architecture in (
+        gpt.BLOOM, gemma.GEMMA2, gemma.GEMMA3, gpt.GPT2, gpt.GPT_NEOX, llama.LLAMA, llama.MISTRAL, llama.MIXTRAL,
+        llama.OLMO2, gpt.OPT, llama.PHI3, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE,
+    )
+}  # fmt: skip
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json`: a record of ours, else one that runs by transformers' modules.
 
     Raises `UnsupportedArchitectureError` with the supported ones, and if class and `model_type` are of two of them:
-    `transformers` takes the one or the other, depending on how it is called.
+    which of them `transformers` takes depends on how it is called.
     """
-    named = config.get("architectures") or ()
-    names = named if isinstance(named, (list, tuple)) else (named,)
-    kind = config.get("model_type")
+    names, kind = _class_names(config), config.get("model_type")
     for architecture in ARCHITECTURES.values():
         is_named = any(name in architecture.hf_names for name in names)
         if is_named and kind != architecture.name and isinstance(kind, str) and kind in ARCHITECTURES:
@@ -45,30 +41,25 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json` that runs by transformers' modules, whether it has a record or not.
 
+    Of a model that also sees or hears, it is that of its language model.
+
     Raises `UnsupportedArchitectureError` with the supported ones.
     """
-    named = config.get("architectures") or ()
-    names = named if isinstance(named, (list, tuple)) else (named,)
-    if (found := transformers_architecture(names)) is not None:
-        return found
+    names = _class_names(config)
+    if names and isinstance(names[0], str) and find_spec("transformers") is not None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        known = MULTI_PART_CLASSES | UNLISTED_CLASSES | {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+        if names[0] in known:
+            return Architecture(names[0], tuple(names), _read_by_modules, {}, overflows_float16=True)
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
 
 
-def transformers_architecture(names: Sequence[Any]) -> Architecture | None:
-    """Return the architecture of a class of `transformers`; None for names that it does not know.
-
-    Of a model that also sees or hears, it is that of its language model.
-    """
-    if not names or not isinstance(names[0], str) or find_spec("transformers") is None:
-        return None
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    known = MULTI_PART_CLASSES | UNLISTED_CLASSES
-    if names[0] not in known and names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return None
-    return Architecture(names[0], tuple(names), _read_by_modules, {}, overflows_float16=True)
+def _class_names(config: Mapping[str, Any]) -> Sequence[Any]:
+    names = config.get("architectures") or ()
+    return names if isinstance(names, (list, tuple)) else (names,)
 
 
 def overflows_float16(architecture: str) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.decoder_config import Activation, DecoderConfig, RopeConfig
+
+Config = Mapping[str, Any]  # content of `config.json`, or what `gguf_config` returns
 
 # Ten times the deepest model that is published. A config could say billions, and each layer is listed.
 MAX_LAYERS = 10_000
@@ -27,29 +28,22 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads: int, **features: Any) -> DecoderConfig:
-    """Fill the record of a decoder like GPT-2: layer norms, biases, no gate, and keys and values for every query head.
+def decoder_config(config: Config, **record: Any) -> DecoderConfig:
+    """Make a record of its fields, `architecture` among them.
 
-    features: the other fields of `DecoderConfig`, and those in which the architecture differs.
+    With LongRoPE the context length is limited to the original one: the second set of factors, for longer texts, would
+    change the keys of all earlier tokens.
+
+    Raises `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has.
     """
-    refuse_unread(config, architecture)
-    gpt: dict[str, Any] = dict(
-        architecture=architecture,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=config["vocab_size"],
-        embed_size=hidden,
-        norm="layernorm",
-        gated_mlp=False,
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", True),
-    )
-    return within_original_context(DecoderConfig(**{**gpt, **features}))
+    if config.get("is_causal") is False:
+        raise UnsupportedArchitectureError(f"{record['architecture']} with is_causal false generates nothing")
+    if config.get("per_layer_config"):
+        raise UnsupportedArchitectureError(f"{record['architecture']} with per_layer_config is not supported")
+    for rope in (record["rope"], record.get("local_rope")):
+        if rope is not None and rope.kind == "factors":
+            record["max_positions"] = min(record["max_positions"], rope.original_max_positions)
+    return DecoderConfig(**record)
 
 
 def activation_of(architecture: str, name: str) -> Activation:
@@ -60,20 +54,6 @@ def activation_of(architecture: str, name: str) -> Activation:
             f"{architecture} with the activation {name!r} is not supported; known are {known}"
         )
     return _ACTIVATIONS[name]
-
-
-def with_own_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a configuration in an architecture's own words. names: other word -> its own, over which it wins."""
-    own = {name: config[other] for other, name in names.items() if config.get(other) is not None}
-    return {**config, **own}
-
-
-def refuse_unread(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has."""
-    if config.get("is_causal") is False:
-        raise UnsupportedArchitectureError(f"{architecture} with is_causal false generates nothing")
-    if config.get("per_layer_config"):
-        raise UnsupportedArchitectureError(f"{architecture} with per_layer_config is not supported")
 
 
 def layer_indices(config: Mapping[str, Any]) -> range:
@@ -114,17 +94,17 @@ def read_rope(
     Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the text's length
     ('dynamic').
     """
-    own: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if nested := [name for name, value in own.items() if isinstance(value, Mapping)]:
+    rope: Config = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise UnsupportedArchitectureError(f"rope parameters by kind of layer ({', '.join(nested)}) are not supported")
 
-    def number(name: str, default: float | None = None) -> float:
-        return float(own[name] if default is None else own.get(name) or default)
+    def number(name: str, default: float) -> float:
+        return float(rope.get(name) or default)
 
     def or_beside(name: str, default: float) -> float:
-        return float(own.get(name) or config.get(name) or default)
+        return float(rope.get(name) or config.get(name) or default)
 
-    kind = own.get("rope_type") or own.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     rotated = int(head_dim * or_beside("partial_rotary_factor", 1.0))
     dim = config.get(GGUF_ROTATED, rotated if is_partial else head_dim)
     if not is_partial and rotated != head_dim and kind != "default":
@@ -132,63 +112,40 @@ def read_rope(
             f"rope type {kind!r} with the partial_rotary_factor {rotated / head_dim:g} is not supported; transformers "
             "ignores the factor for this architecture without a rope type only"
         )
-    shared: dict[str, Any] = dict(theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim)
-    if kind == "default":
-        return RopeConfig(**shared)
-    if kind == "linear":
-        return RopeConfig(**shared, kind="linear", factor=number("factor"))
-    longest = config["max_position_embeddings"]
-    name = "original_max_position_embeddings"
-    shared["original_max_positions"] = original = int(config.get(name) or own.get(name) or longest)
+    record: dict[str, Any] = dict(
+        kind=kind, theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim
+    )
+    if kind in ("linear", "llama3"):
+        record["factor"] = float(rope["factor"])
+    if kind in ("llama3", "yarn", "longrope"):
+        longest = config["max_position_embeddings"]
+        name = "original_max_position_embeddings"
+        record["original_max_positions"] = original = int(config.get(name) or rope.get(name) or longest)
+        stretch = number("factor", longest / original)
     if kind == "llama3":
-        return RopeConfig(
-            **shared,
-            kind="llama3",
-            factor=number("factor"),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
-    stretch = number("factor", longest / original)
-    if kind == "yarn":
-        return RopeConfig(
-            **shared,
-            kind="yarn",
-            factor=stretch,
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(own.get("truncate", True)),
-            magnitude=_yarn_magnitude(own, stretch),
-        )
-    if kind == "longrope":
-        factors = tuple(float(value) for value in own["short_factor"])
+        record |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        record |= dict(factor=stretch, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0))
+        record |= dict(truncate=bool(rope.get("truncate", True)), magnitude=_yarn_magnitude(rope, stretch))
+    elif kind == "longrope":
+        factors = tuple(float(value) for value in rope["short_factor"])
         if len(factors) != dim // 2:
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
-        magnitude = own.get("attention_factor")
+        magnitude = rope.get("attention_factor")
         if magnitude is None:  # Ding et al. (2024)
             magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-        return RopeConfig(**shared, kind="factors", factors=factors, magnitude=float(magnitude))
-    raise UnsupportedArchitectureError(
-        f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
-    )
+        record |= dict(kind="factors", factors=factors, magnitude=float(magnitude))
+    elif kind not in ("default", "linear"):
+        raise UnsupportedArchitectureError(
+            f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
+        )
+    return RopeConfig(**record)
 
 
-def within_original_context(config: DecoderConfig) -> DecoderConfig:
-    """Limit the context length of a record with LongRoPE to the original context.
-
-    LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.
-    """
-    ropes = (rope for rope in (config.rope, config.local_rope) if rope is not None and rope.kind == "factors")
-    longest = min((rope.original_max_positions for rope in ropes), default=config.max_positions)
-    return replace(config, max_positions=min(config.max_positions, longest))
-
-
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_magnitude(rope: Config, factor: float) -> float:
     """Peng et al. (2023), section 3.4, as the published configurations refine it."""
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    log = 0.1 * math.log(max(factor, 1.0))
+    return (log * scale + 1.0) / (log * scale_all + 1.0) if scale and scale_all else log + 1.0

@@ -1,20 +1,28 @@
-"""Llama 2 and 3, SmolLM2: RMS norm, rotary positions, gated SiLU, grouped keys and values. Base of many others."""
+"""Llama 2 and 3, SmolLM2, and the architectures that differ from it in a few fields.
+
+RMS norm, rotary positions, gated SiLU, grouped keys and values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.architectures.fields import activation_of, read_rope, refuse_unread, within_original_context
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources, sources
+from flexgen_helm.models.architectures.fields import (
+    Config,
+    activation_of,
+    decoder_config,
+    layer_indices,
+    read_rope,
+    read_windows,
+)
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> DecoderConfig:
+def read_config(config: Config, architecture: str = "llama", **features: Any) -> DecoderConfig:
     """Read Llama's `config.json`. features: fields of `DecoderConfig` in which another architecture differs."""
-    refuse_unread(config, architecture)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
     attention_bias = config.get("attention_bias", False)
@@ -39,65 +47,240 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
         mlp_bias=architecture == "llama" and config.get("mlp_bias", False),
         tied_head=config.get("tie_word_embeddings", False),
     )
-    return within_original_context(DecoderConfig(**{**llama, **features}))
+    return decoder_config(config, **{**llama, **features})
 
 
-# No key of the metadata tells of biases.
-_GGUF_BIASES = {"qkv_bias": "attn_q", "out_bias": "attn_output", "mlp_bias": "ffn_up"}
-
-
-def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read the metadata of Llama's files, which are also Mixtral's, as `gguf_config` returns them."""
+def read_gguf(config: Config) -> DecoderConfig:
+    """Read the metadata of Llama's files, which are also Mixtral's."""
     experts = None
     if "num_experts" in config:
         experts = MoEConfig(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
-    biased: dict[str, Any] = {
-        field: f"blk.0.{name}.bias" in config["tensor_names"] for field, name in _GGUF_BIASES.items()
-    }
-    return read_config(config, experts=experts, **biased)
+
+    def has_bias(name: str) -> bool:  # no key of the metadata tells
+        return f"blk.0.{name}.bias" in config["tensor_names"]
+
+    return read_config(
+        config,
+        experts=experts,
+        qkv_bias=has_bias("attn_q"),
+        out_bias=has_bias("attn_output"),
+        mlp_bias=has_bias("ffn_up"),
+    )
 
 
-_LAYER = "layers.{i}."
-ARCHITECTURE = Architecture(
+TENSORS = sources({
+    "embed.tokens.weight": "embed_tokens.weight",
+    "head.norm": "norm",
+    "head.lm.weight": "lm_head.weight",
+    "layers.{i}.attn_norm": "layers.{i}.input_layernorm",
+    "layers.{i}.attn.q": "layers.{i}.self_attn.q_proj",
+    "layers.{i}.attn.k": "layers.{i}.self_attn.k_proj",
+    "layers.{i}.attn.v": "layers.{i}.self_attn.v_proj",
+    "layers.{i}.attn.o": "layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp.gate": "layers.{i}.mlp.gate_proj",
+    "layers.{i}.mlp.up": "layers.{i}.mlp.up_proj",
+    "layers.{i}.mlp.down": "layers.{i}.mlp.down_proj",
+})  # fmt: skip
+QK_NORMS = sources({
+    "layers.{i}.attn.q_norm": "layers.{i}.self_attn.q_norm",
+    "layers.{i}.attn.k_norm": "layers.{i}.self_attn.k_norm",
+})  # fmt: skip
+POST_NORMS = sources({
+    "layers.{i}.attn_post_norm": "layers.{i}.post_attention_layernorm",  # Llama's name of the norm before the MLP
+    "layers.{i}.mlp_post_norm": "layers.{i}.post_feedforward_layernorm",
+})  # fmt: skip
+GGUF_TENSORS = sources({
+    "embed.tokens.weight": "token_embd.weight",
+    "head.norm": "output_norm",
+    "head.lm.weight": "output.weight",
+    "layers.{i}.attn_norm": "blk.{i}.attn_norm",
+    "layers.{i}.attn.q": "blk.{i}.attn_q",
+    "layers.{i}.attn.k": "blk.{i}.attn_k",
+    "layers.{i}.attn.v": "blk.{i}.attn_v",
+    "layers.{i}.attn.o": "blk.{i}.attn_output",
+    "layers.{i}.attn.q_norm": "blk.{i}.attn_q_norm",
+    "layers.{i}.attn.k_norm": "blk.{i}.attn_k_norm",
+    "layers.{i}.attn_post_norm": "blk.{i}.post_attention_norm",
+    "layers.{i}.mlp_norm": "blk.{i}.ffn_norm",
+    "layers.{i}.mlp_post_norm": "blk.{i}.post_ffw_norm",
+    "layers.{i}.mlp.gate": "blk.{i}.ffn_gate",
+    "layers.{i}.mlp.up": "blk.{i}.ffn_up",
+    "layers.{i}.mlp.down": "blk.{i}.ffn_down",
+    "layers.{i}.mlp.router": "blk.{i}.ffn_gate_inp",
+}) | sources({
+    "layers.{i}.mlp.experts.{e}.gate": "blk.{i}.ffn_gate_exps",
+    "layers.{i}.mlp.experts.{e}.up": "blk.{i}.ffn_up_exps",
+    "layers.{i}.mlp.experts.{e}.down": "blk.{i}.ffn_down_exps",
+}, experts=True)  # fmt: skip
+
+LLAMA = Architecture(
     name="llama",
     hf_names=("LlamaForCausalLM", "LlamaModel"),
     read_config=read_config,
-    tensors={
-        "embed.tokens.weight": TensorSource("embed_tokens.weight"),
-        "head.norm": TensorSource("norm"),
-        "head.lm.weight": TensorSource("lm_head.weight"),
-        "layers.{i}.attn_norm": TensorSource(_LAYER + "input_layernorm"),
-        "layers.{i}.attn.q": TensorSource(_LAYER + "self_attn.q_proj"),
-        "layers.{i}.attn.k": TensorSource(_LAYER + "self_attn.k_proj"),
-        "layers.{i}.attn.v": TensorSource(_LAYER + "self_attn.v_proj"),
-        "layers.{i}.attn.o": TensorSource(_LAYER + "self_attn.o_proj"),
-        "layers.{i}.mlp_norm": TensorSource(_LAYER + "post_attention_layernorm"),
-        "layers.{i}.mlp.gate": TensorSource(_LAYER + "mlp.gate_proj"),
-        "layers.{i}.mlp.up": TensorSource(_LAYER + "mlp.up_proj"),
-        "layers.{i}.mlp.down": TensorSource(_LAYER + "mlp.down_proj"),
-    },
+    tensors=TENSORS,
     gguf_names=("llama",),
     read_gguf=read_gguf,
-    gguf_tensors={
-        "embed.tokens.weight": TensorSource("token_embd.weight"),
-        "head.norm": TensorSource("output_norm"),
-        "head.lm.weight": TensorSource("output.weight"),
-        "layers.{i}.attn_norm": TensorSource("blk.{i}.attn_norm"),
+    # Its files alone interleave the rows of queries and keys.
+    gguf_tensors=GGUF_TENSORS
+    | {
         "layers.{i}.attn.q": TensorSource("blk.{i}.attn_q", rope_heads="q"),
         "layers.{i}.attn.k": TensorSource("blk.{i}.attn_k", rope_heads="kv"),
-        "layers.{i}.attn.v": TensorSource("blk.{i}.attn_v"),
-        "layers.{i}.attn.o": TensorSource("blk.{i}.attn_output"),
-        "layers.{i}.mlp_norm": TensorSource("blk.{i}.ffn_norm"),
-        "layers.{i}.mlp.gate": TensorSource("blk.{i}.ffn_gate"),
-        "layers.{i}.mlp.up": TensorSource("blk.{i}.ffn_up"),
-        "layers.{i}.mlp.down": TensorSource("blk.{i}.ffn_down"),
-        "layers.{i}.mlp.router": TensorSource("blk.{i}.ffn_gate_inp"),
-        "layers.{i}.mlp.experts.{e}.gate": TensorSource("blk.{i}.ffn_gate_exps", experts=True),
-        "layers.{i}.mlp.experts.{e}.up": TensorSource("blk.{i}.ffn_up_exps", experts=True),
-        "layers.{i}.mlp.experts.{e}.down": TensorSource("blk.{i}.ffn_down_exps", experts=True),
     },
 )
-# Other architectures' files do not interleave the rows of queries and keys.
-GGUF_TENSORS: Mapping[str, TensorSource] = {
-    name: replace(source, rope_heads=None) for name, source in ARCHITECTURE.gguf_tensors.items()
-}
+
+# The functions below begin with what `transformers` takes for entries that a `config.json` leaves out.
+
+
+def read_mistral(config: Config) -> DecoderConfig:
+    config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
+    return read_config(config, "mistral", windows=read_windows(config), qkv_bias=False, out_bias=False)
+
+
+# A sliding window in every layer.
+MISTRAL = Architecture("mistral", ("MistralForCausalLM", "MistralModel"), read_mistral, TENSORS)
+
+
+def read_mixtral(config: Config) -> DecoderConfig:
+    defaults = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    config = {**defaults, **config}
+    experts = MoEConfig(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+    windows = read_windows(config)
+    return read_config(config, "mixtral", experts=experts, windows=windows, qkv_bias=False, out_bias=False)
+
+
+# Mistral with eight experts in every layer, two for each token.
+MIXTRAL = Architecture(
+    "mixtral",
+    ("MixtralForCausalLM", "MixtralModel"),
+    read_mixtral,
+    TENSORS
+    | sources({
+        "layers.{i}.mlp.router": "layers.{i}.block_sparse_moe.gate",
+        "layers.{i}.mlp.experts.{e}.gate": "layers.{i}.block_sparse_moe.experts.{e}.w1",
+        "layers.{i}.mlp.experts.{e}.up": "layers.{i}.block_sparse_moe.experts.{e}.w3",
+        "layers.{i}.mlp.experts.{e}.down": "layers.{i}.block_sparse_moe.experts.{e}.w2",
+    }),
+)  # fmt: skip
+
+
+def read_olmo2(config: Config) -> DecoderConfig:
+    config = {"rms_norm_eps": 1e-5, **config}
+    return read_config(config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True)
+
+
+# Norms behind both blocks instead of before them, and norms over all queries and all keys.
+OLMO2 = Architecture(
+    "olmo2",
+    ("Olmo2ForCausalLM", "Olmo2Model"),
+    read_olmo2,
+    TENSORS | QK_NORMS | POST_NORMS,
+    gguf_names=("olmo2",),
+    gguf_tensors=GGUF_TENSORS,
+)
+
+
+def read_phi3(config: Config) -> DecoderConfig:
+    config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **config}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind in ("su", "yarn"):  # the first exports' names for what they compute: LongRoPE
+        config, kind = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}, "longrope"
+    if kind not in ("default", "longrope"):
+        raise UnsupportedArchitectureError(f"Phi-3 with the rope type {kind!r} is not supported; known is longrope")
+    return read_phi3_gguf(config)
+
+
+def read_phi3_gguf(config: Config) -> DecoderConfig:
+    """Read the metadata, or a completed `config.json`."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope, windows = read_rope(config, head_dim, is_partial=True), read_windows(config)
+    return read_config(config, "phi3", rope=rope, windows=windows, qkv_bias=False, out_bias=False)
+
+
+# Phi-3, 3.5 and 4: fused projections; long contexts by LongRoPE, served up to the original context.
+PHI3 = Architecture(
+    "phi3",
+    ("Phi3ForCausalLM", "Phi3Model"),
+    read_phi3,
+    TENSORS
+    | fused_sources("layers.{i}.attn", ("q", "k", "v"), "layers.{i}.self_attn.qkv_proj")
+    | fused_sources("layers.{i}.mlp", ("gate", "up"), "layers.{i}.mlp.gate_up_proj"),
+    gguf_names=("phi3",),
+    read_gguf=read_phi3_gguf,
+    gguf_tensors=GGUF_TENSORS
+    | fused_sources("layers.{i}.attn", ("q", "k", "v"), "blk.{i}.attn_qkv")
+    | fused_sources("layers.{i}.mlp", ("gate", "up"), "blk.{i}.ffn_up"),
+)
+
+
+def _upper_windows(config: Config) -> tuple[int | None, ...]:
+    """Read windows only if `use_sliding_window` is set; published checkpoints name a size without using it."""
+    if not config.get("use_sliding_window", False):
+        return ()
+    return read_windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
+
+
+def read_qwen2(config: Config) -> DecoderConfig:
+    config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
+    return read_config(config, "qwen2", qkv_bias=True, out_bias=False, windows=_upper_windows(config))
+
+
+# Qwen2 and 2.5: biases on queries, keys and values; upper layers may have a sliding window.
+QWEN2 = Architecture(
+    "qwen2",
+    ("Qwen2ForCausalLM", "Qwen2Model"),
+    read_qwen2,
+    TENSORS,
+    gguf_names=("qwen2",),
+    gguf_tensors=GGUF_TENSORS,
+)
+
+
+def read_qwen3(config: Config) -> DecoderConfig:
+    config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
+    head_dim = config.get("head_dim") or 128
+    return read_config(config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config))
+
+
+# Normed queries and keys; upper layers may have a sliding window.
+QWEN3 = Architecture(
+    "qwen3",
+    ("Qwen3ForCausalLM", "Qwen3Model"),
+    read_qwen3,
+    TENSORS | QK_NORMS,
+    gguf_names=("qwen3",),
+    gguf_tensors=GGUF_TENSORS,
+)
+
+
+def read_qwen3_moe(config: Config) -> DecoderConfig:
+    config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}
+    dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
+    experts = MoEConfig(
+        count=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        per_token=config["num_experts_per_tok"],
+        ffn_size=config["moe_intermediate_size"],
+        normalize=config.get("norm_topk_prob", False),
+        dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
+    )
+    windows = read_windows(config) if config.get("use_sliding_window") else ()
+    return read_config(config, "qwen3_moe", qk_norm=True, experts=experts, windows=windows)
+
+
+# Qwen3 with experts (30B-A3B, 235B-A22B): many small ones, eight for each token.
+QWEN3_MOE = Architecture(
+    "qwen3_moe",
+    ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    read_qwen3_moe,
+    TENSORS
+    | QK_NORMS
+    | sources({
+        "layers.{i}.mlp.router": "layers.{i}.mlp.gate",
+        "layers.{i}.mlp.experts.{e}.gate": "layers.{i}.mlp.experts.{e}.gate_proj",
+        "layers.{i}.mlp.experts.{e}.up": "layers.{i}.mlp.experts.{e}.up_proj",
+        "layers.{i}.mlp.experts.{e}.down": "layers.{i}.mlp.experts.{e}.down_proj",
+    }),
+    gguf_names=("qwen3moe",),
+    gguf_tensors=GGUF_TENSORS,
+)  # fmt: skip

@@ -23,7 +23,7 @@ _MODELS = "transformers.models."
 
 @cache
 def code_digest(class_name: str) -> str:
-    """Return the digest of the files of a class: its own, those that these take names from, and the shared ones.
+    """Return the digest of the files of a class, of those that they take names from, and of the shared ones.
 
     A release of `transformers` that changes none of them computes the same.
     """

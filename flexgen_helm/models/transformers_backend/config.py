@@ -80,21 +80,21 @@ class Mixer(Identified, name="Mixer", first_version="path states inputs output w
 
 
 @dataclass(frozen=True)
-class LayerKind(Identified, name="LayerKind", first_version="matrices others experts num_experts per_token"):
+class LayerKind(Identified, name="LayerKind", first_version="matrices others=resident experts num_experts per_token"):
     """The tensors of layers that are alike.
 
     matrices: name -> [out, in], in the order of their use; each is used once for a batch.
-    others: name -> shape of what always rests on the compute device: norms, biases, routers, sinks.
+    resident: name -> shape of what always rests on the compute device: norms, biases, routers, sinks.
     experts: used in the order of routing.
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
-    float32: those of the others that have float32 in every model, such as biases that choose experts.
+    float32: those of the resident ones that have float32 in every model, such as biases that choose experts.
     router, router_norm: modules that select the experts of hidden states, and that norm these before; "" if unknown.
     mixer: what keeps a state of each sequence; None in most layers.
     attends: it has keys and values.
     """
 
     matrices: Shapes
-    others: Shapes
+    resident: Shapes
     experts: tuple[ExpertTensors, ...] = ()
     num_experts: int = 0
     per_token: int = 0
@@ -107,24 +107,29 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name within the layer -> shape as it is stored; what is no matrix is flat."""
-        shapes: dict[str, tuple[int, ...]] = {name: (prod(shape),) for name, shape in self.others}
+        shapes: dict[str, tuple[int, ...]] = {name: (prod(shape),) for name, shape in self.resident}
         shapes |= dict(self.matrices)
         for expert in range(self.num_experts):
-            for own in self.experts:
-                shapes |= {expert_name(own.path, expert, entry): shape for entry, shape in own.matrices}
+            for stack in self.experts:
+                shapes |= {expert_name(stack.path, expert, entry): shape for entry, shape in stack.matrices}
         return shapes
 
     @cached_property
     def weights_per_token(self) -> int:
         """Weights that one token is multiplied with."""
-        own = sum(prod(shape) for _, shape in (*self.matrices, *self.others) if len(shape) == 2)
-        return own + self.per_token * sum(prod(shape) for experts in self.experts for _, shape in experts.matrices)
+        of_every = sum(prod(shape) for _, shape in (*self.matrices, *self.resident) if len(shape) == 2)
+        return of_every + self.per_token * self.expert_elements
+
+    @cached_property
+    def expert_elements(self) -> int:
+        """Weights of one expert."""
+        return sum(prod(shape) for stack in self.experts for _, shape in stack.matrices)
 
     @cached_property
     def widest(self) -> int:
         """Rows of the widest matrix."""
-        shapes = [*self.matrices, *(item for experts in self.experts for item in experts.matrices)]
-        return max(shape[0] for _, shape in shapes)
+        stacked = (matrix for stack in self.experts for matrix in stack.matrices)
+        return max(shape[0] for _, shape in (*self.matrices, *stacked))
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class ModulesConfig(
     @property
     def shared_size(self) -> int:
         """Elements of a token's keys and values that several layers attend with."""
-        return sum(own.heads * (own.key_dim + own.value_dim) for own in self.shared_keys)
+        return sum(shared.heads * (shared.key_dim + shared.value_dim) for shared in self.shared_keys)
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer of the whole model."""
@@ -200,16 +205,19 @@ class ModulesConfig(
         """Return entry of the state dict, expert, and whether the entry is transposed, of a tensor's canonical name."""
         stage, _, name = canonical.partition(".")
         if stage != "layers":
-            special = {"tokens.weight": self.table_key, "lm.weight": self.head_key}
-            special["layer_inputs.weight"] = self.layer_input_key
-            special["lm.bias"] = self.head_key.removesuffix("weight") + "bias"
+            special = {
+                "tokens.weight": self.table_key,
+                "lm.weight": self.head_key,
+                "lm.bias": self.head_key.removesuffix("weight") + "bias",
+                "layer_inputs.weight": self.layer_input_key,
+            }
             return special.get(name, name), None, False
         number, _, name = name.partition(".")
         prefix = f"{self.layers_path}.{number}."
         if (found := _EXPERT.fullmatch(name)) is None:
             return prefix + name, None, False
-        (own,) = (experts for experts in self.kind(int(number)).experts if experts.path == found["path"])
-        return f"{prefix}{found['path']}.{found['entry']}", int(found["number"]), own.transposed
+        (stack,) = (stack for stack in self.kind(int(number)).experts if stack.path == found["path"])
+        return f"{prefix}{stack.path}.{found['entry']}", int(found["number"]), stack.transposed
 
 
 _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
@@ -278,9 +286,9 @@ class TransformersConfig(
             yield "head.lm.bias", (self.vocab_size,)
 
     def has_float32(self, name: str) -> bool:
-        stage, _, own_name = name.partition(".")
-        layer, _, own_name = own_name.partition(".")
-        return stage == "layers" and own_name in self.modules.kind(int(layer)).float32
+        stage, _, rest = name.partition(".")
+        layer, _, name_in_layer = rest.partition(".")
+        return stage == "layers" and name_in_layer in self.modules.kind(int(layer)).float32
 
     @property
     def num_streams(self) -> int:
@@ -292,9 +300,7 @@ class TransformersConfig(
 
     @property
     def key_layers(self) -> tuple[int | None, ...]:
-        owners: dict[int, int] = {}
-        for shared in self.modules.shared_keys:
-            owners |= dict.fromkeys(shared.readers, shared.layer)
+        owners = {reader: shared.layer for shared in self.modules.shared_keys for reader in shared.readers}
         layers = enumerate(self._kinds, self.layers_before)
         return tuple(owners.get(layer, layer) if kind.attends else None for layer, kind in layers)
 
@@ -312,8 +318,7 @@ class TransformersConfig(
 
     @cached_property
     def expert_elements(self) -> int:
-        experts = next((kind.experts for kind in self.modules.kinds if kind.experts), ())
-        return sum(prod(shape) for own in experts for _, shape in own.matrices)
+        return next((kind.expert_elements for kind in self.modules.kinds if kind.experts), 0)
 
     @cached_property
     def widest_ffn(self) -> int:

@@ -1,15 +1,17 @@
 """The decoder of a model of `transformers`: its modules, with weights and attention of the engine.
 
-Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query heads, Hk key heads, D elements
+Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query heads, Hk key heads, D elements
 of a head, V vocabulary, E experts, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,40 +19,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows, rms_norm
+from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import Routing
-from flexgen_helm.models.transformers_backend.config import LayerKind, TransformersConfig, expert_name
+from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
-from flexgen_helm.models.transformers_backend.norms import rms_norm_of
 from flexgen_helm.models.transformers_backend.recurrent import MixerRunner
 from flexgen_helm.models.transformers_backend.token_state import TokenState
 
 
 @dataclass(frozen=True)
-class _OwnTensor:
-    """A tensor that a module uses by itself, and its place: all but tables and the matrices of products.
+class _ModuleTensor:
+    """A tensor that a module uses by itself: all but tables and the matrices of products.
 
-    place: the module's parameters or buffers.
+    tensors: the module's parameters or buffers, by their names in it.
     zeros: what is there while the stage has no weights.
     """
 
     name: str
-    shape: tuple[int, ...]
-    place: dict[str, Any]
+    tensors: dict[str, Any]
     leaf: str
     zeros: Tensor
 
 
 class TransformersDecoder:
-    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
+    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `Decoder`."""
 
     def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
         self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
-        self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
+        self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)  # of most layers
         self._state = TokenState(config)
         self._table, self._layer_inputs = self._model.base.get_input_embeddings(), self._model.layer_input_table
         head = self._model.model.get_output_embeddings()
@@ -60,19 +62,15 @@ class TransformersDecoder:
         # What the code outside the layers uses is there from the beginning, in zeros: which arguments layers get does
         # not depend on its values.
         self._outside = {
-            stage: self._tensors_of(self._model.model, others)
-            for stage, others in (("embed", config.modules.embed), ("head", config.modules.head))
+            stage: self._tensors_of(self._model.model, shapes)
+            for stage, shapes in (("embed", config.modules.embed), ("head", config.modules.head))
         }
         self._inside = [
-            self._tensors_of(module, config.modules.kind(layer).others)
+            self._tensors_of(module, config.modules.kind(layer).resident)
             for layer, module in enumerate(self._model.layers)
         ]
-        self._paths: dict[int, str] = {}  # of modules within their layer
         for layer, module in enumerate(self._model.layers):
-            modules = dict(module.named_modules())
-            self._paths |= {id(part): path for path, part in modules.items()}
-            kind = self._modules.kind(layer)
-            runner = None
+            modules, kind, runner = dict(module.named_modules()), self._modules.kind(layer), None
             if kind.mixer is not None:
                 runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
                 modules[kind.mixer.path].forward = partial(self._mix, runner)
@@ -80,17 +78,12 @@ class TransformersDecoder:
                 path = name.removesuffix(".weight")
                 modules[path].forward = partial(self._linear, path)
                 if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
-                    modules[path].forward = partial(self._linear_of_mixer, runner, path)
+                    modules[path].forward = partial(runner.linear, path, product=self._linear)
         for module in (self._model.model, *self._model.layers):
             for part in module.modules():
                 if (norm := rms_norm_of(part)) is not None:
                     part.forward = norm
         self._model.call_directly()
-
-    @property
-    def attention(self) -> AttentionConfig:
-        """What most layers use; each names its own."""
-        return self._attention_of(self.config.head_dim**-0.5, self.config.attn_softcap)
 
     def rotary(self, positions: Tensor) -> list[LayerArguments]:
         """What each layer is passed besides the hidden states, for tokens at absolute positions [T]."""
@@ -112,9 +105,7 @@ class TransformersDecoder:
                     table._parameters["weight"] = None
             return self._state.new(hidden, layers)
 
-    def layer(
-        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Sequence[LayerArguments], attend: Attend
-    ) -> Tensor:
+    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
         """Decoder layer number `layer`: hidden [T, state size] -> the same."""
         layer += self.config.layers_before
         kind, arguments = self._modules.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
@@ -141,7 +132,7 @@ class TransformersDecoder:
         x = self._state.hidden(hidden)
         with (
             self._stage(weights, self._inside[layer]),
-            self._model.bound(_attend_to_nothing, _end_with_selection),
+            self._model.bound(None, _end_with_selection),
         ):
             try:
                 modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
@@ -149,40 +140,36 @@ class TransformersDecoder:
                 return Routing(end.call.selected, end.call.weights, kind.num_experts).largest_weights()
         return None
 
-    def _tensors_of(self, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]) -> list[_OwnTensor]:
+    def _tensors_of(self, module: nn.Module, shapes: Shapes) -> list[_ModuleTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
         found = []
-        for name, shape in others:
+        for name, shape in shapes:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            place: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-            own = _OwnTensor(name, shape, place, leaf, self._no_values.expand(shape))
-            place[leaf] = own.zeros
-            found.append(own)
+            tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            tensors[leaf] = self._no_values.expand(shape)
+            found.append(_ModuleTensor(name, tensors, leaf, tensors[leaf]))
         return found
 
     @contextmanager
-    def _stage(self, weights: StageWeights, tensors: Sequence[_OwnTensor]) -> Iterator[None]:
+    def _stage(self, weights: StageWeights, found: Sequence[_ModuleTensor]) -> Iterator[None]:
         """Give modules the tensors of a stage."""
         self._weights = weights
         try:
-            for own in tensors:
-                tensor = weights.vector(own.name)
-                assert tensor is not None, own.name
-                own.place[own.leaf] = tensor.view(own.shape)
+            for entry in found:
+                tensor = weights.vector(entry.name)
+                assert tensor is not None, entry.name
+                entry.tensors[entry.leaf] = tensor.view(entry.zeros.shape)
             yield
         finally:
             self._weights = None
-            for own in tensors:
-                own.place[own.leaf] = own.zeros
+            for entry in found:
+                entry.tensors[entry.leaf] = entry.zeros
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         assert self._weights is not None
         y = self._weights.linear(path, x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
-
-    def _linear_of_mixer(self, runner: MixerRunner, path: str, x: Tensor) -> Tensor:
-        return runner.linear(path, x, self._linear)
 
     def _mix(self, runner: MixerRunner, *positional: Any, **named: Any) -> Tensor:
         assert self._state_groups is not None
@@ -190,44 +177,47 @@ class TransformersDecoder:
 
     def _attend(self, attend: Attend, call: AttentionCall) -> Tensor:
         """Attention with the heads of the cache: those of a layer with fewer or smaller ones are padded with zeros."""
-        config, heads = self.config, call.q.shape[1]
-        key_heads, value_dim = call.k.shape[1], call.v.shape[2]
-        q, k, v = (_wider(part, config.head_dim) for part in (call.q, call.k, call.v))
-        if key_heads < config.num_kv_heads:
-            group = heads // key_heads
-            q = _more_heads(q, group * config.num_kv_heads)
-            k, v = _more_heads(k, config.num_kv_heads), _more_heads(v, config.num_kv_heads)
-        sinks = call.sinks
-        if sinks is not None and len(sinks) < q.shape[1]:
-            sinks = F.pad(sinks, (0, q.shape[1] - len(sinks)))
-        own = self._attention_of(call.scale, call.softcap)
-        return attend(q, k, v, own, sinks)[:, :heads, :value_dim]
-
-    def _attention_of(self, scale: float, softcap: float | None) -> AttentionConfig:
-        key = float(scale), softcap
-        if key not in self._attention:
-            self._attention[key] = AttentionConfig(*key)
-        return self._attention[key]
+        config, (heads, dim), value_dim = self.config, call.q.shape[1:], call.v.shape[2]
+        key_heads = call.k.shape[1]
+        more = config.num_kv_heads - key_heads
+        more_queries = heads // key_heads * more
+        q, k, v, sinks = call.q, call.k, call.v, call.sinks
+        if more or dim < config.head_dim:
+            q, k = (F.pad(part, (0, config.head_dim - dim, 0, added)) for part, added in ((q, more_queries), (k, more)))
+        if more or value_dim < config.head_dim:
+            v = F.pad(v, (0, config.head_dim - value_dim, 0, more))
+        if sinks is not None and more:
+            sinks = F.pad(sinks, (0, more_queries))
+        return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[:, :heads, :value_dim]
 
     def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
         """Each token x [T, H] through its experts."""
         assert self._weights is not None
-        path = self._paths[id(call.module)]
-        return Routing(call.selected, call.weights, kind.num_experts).apply(
-            call.x, self._weights.use_experts, partial(self._expert, call.module, path), call.weighs_input
-        )
+        module, weights = call.module, self._weights
 
-    def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        inner = self._expert_linear(module, path, expert, first, x)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        y = self._expert_linear(module, path, expert, "down_proj", inner)
-        return module.post_expert_norm(y) if module.has_post_expert_norm else y
+        def linear(number: int, entry: str, x: Tensor) -> Tensor:
+            y = weights.linear(expert_name(call.path, number, entry).removesuffix(".weight"), x)
+            return y + getattr(module, f"{entry}_bias")[number] if module.has_bias else y
 
-    def _expert_linear(self, module: Any, path: str, expert: int, entry: str, x: Tensor) -> Tensor:
-        assert self._weights is not None
-        y = self._weights.linear(expert_name(path, expert, entry).removesuffix(".weight"), x)
-        return y + getattr(module, f"{entry}_bias")[expert] if module.has_bias else y
+        def expert(number: int, x: Tensor) -> Tensor:
+            inner = linear(number, "gate_up_proj" if module.has_gate else "up_proj", x)
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            y = linear(number, "down_proj", inner)
+            return module.post_expert_norm(y) if module.has_post_expert_norm else y
+
+        routing = Routing(call.selected, call.weights, kind.num_experts)
+        return routing.apply(call.x, weights.use_experts, expert, call.weighs_input)
+
+
+LayerDecoder = Decoder | TransformersDecoder
+
+
+def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LayerDecoder:
+    """Return what computes a model of either kind of record in `dtype`."""
+    if isinstance(config, TransformersConfig):
+        return TransformersDecoder(config, device, dtype)
+    assert isinstance(config, DecoderConfig)
+    return Decoder(config, device, dtype)
 
 
 class _SelectionError(Exception):
@@ -242,13 +232,36 @@ def _end_with_selection(call: ExpertsCall) -> Tensor:
     raise _SelectionError(call)
 
 
-def _attend_to_nothing(call: AttentionCall) -> Tensor:
-    raise AssertionError("a router attends to nothing")
+# Norms of `transformers` take up to eight operations, ours one.
 
 
-def _wider(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the forward pass by `rms_norm` of a module that computes a root-mean-square norm; None for others.
+
+    Classes have various names, and some add one to the weight. So the module is tried, on rows that `eps` matters
+    for.
+    """
+    constants = [value for value in module.__dict__.values() if isinstance(value, float)]
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._buffers or module._modules:
+        return None
+    if len(constants) != 1 or constants[0] <= 0 or len(signature(module.forward).parameters) != 1:
+        return None
+    eps, random = constants[0], torch.Generator().manual_seed(0)
+    trial_weight = torch.randn(len(weight), generator=random)
+    x = torch.randn((4, len(weight)), generator=random) * eps**0.5
+    trial: Any = copy(module)
+    trial._parameters = {"weight": trial_weight}
+    expected = trial(x)
+    for plus_one in (False, True):
+        if torch.allclose(rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6):
+            return partial(_fused_norm, module._parameters, module.forward, eps, plus_one)
+    return None
 
 
-def _more_heads(x: Tensor, heads: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, heads - x.shape[1]))
+def _fused_norm(
+    parameters: Mapping[str, Any], forward: Callable[[Tensor], Tensor], eps: float, plus_one: bool, x: Tensor
+) -> Tensor:
+    weight = parameters["weight"]
+    # Some weights stay in float32.
+    return rms_norm(x, weight, eps, plus_one) if weight.dtype == x.dtype else forward(x)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -15,13 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.unlisted import UNLISTED_CLASSES
-from flexgen_helm.models.transformers_backend.interfaces import (
-    EXPERTS_OF_THEIR_OWN,
-    IMPLEMENTATION,
-    attend_to_latents,
-    register,
-)
+from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
+from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, adapt, register
 
 OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
@@ -50,10 +46,8 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             raise
         raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
     model.set_experts_implementation(IMPLEMENTATION)
-    attend_to_latents(model)
     for module in model.modules():
-        if type(module).__name__ in EXPERTS_OF_THEIR_OWN:
-            EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
+        adapt(module)
     return model.eval()
 
 
@@ -73,22 +67,14 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
     whole = AutoConfig.for_model(model_type, **content)
     config = whole.get_text_config()
     if not is_causal:  # the language model of one of several parts
-        cls = _causal_class(config)
+        listed = transformers.AutoModelForCausalLM._model_mapping
+        unlisted = [getattr(transformers, name) for name in UNLISTED_CLASSES if hasattr(transformers, name)]
+        classes = {cls.config_class: cls for cls in unlisted}
+        cls = listed[type(config)] if type(config) in listed else classes.get(type(config))
         if cls is None:
             raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
         config.tie_word_embeddings = whole.tie_word_embeddings
     return cls, config
-
-
-def _causal_class(config: Any) -> Any:
-    """Return the causal class of a text configuration; None if there is none."""
-    import transformers
-
-    known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in known:
-        return known[type(config)]
-    unlisted = (getattr(transformers, name, None) for name in UNLISTED_CLASSES)
-    return next((cls for cls in unlisted if cls is not None and cls.config_class is type(config)), None)
 
 
 class _NoLargeTensors(TorchFunctionMode):
@@ -97,11 +83,8 @@ class _NoLargeTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _FACTORIES and kwargs.get("device") is None:
-            sizes = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
-            count = 1
-            for size in sizes if isinstance(sizes, (tuple, list, torch.Size)) else ():
-                count *= int(size) if isinstance(size, int) else 1
-            if count > _MAX_BUFFER_ELEMENTS:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+            if prod(size for size in sizes if isinstance(size, int)) > _MAX_BUFFER_ELEMENTS:
                 kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

@@ -7,7 +7,7 @@ Shapes: T tokens, H hidden size, Hq query heads, Hk key heads, D and Dv elements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ from flexgen_helm.models.config import Window
 IMPLEMENTATION = "flexgen_helm"
 # Whether what models ask for is looked at closely: once for each model, with one sequence.
 is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
-# What a module passes to attention besides, and attention needs not: positions are in the rotated queries and keys.
-_UNUSED = {"position_ids"}
+# Tensors that modules may pass to attention besides: sinks, and positions, which are in the rotated queries and keys.
+_KNOWN = {"s_aux", "position_ids"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ class ExpertsCall:
     weights: Tensor
     weighs_input: bool = False
 
+    @property
+    def path(self) -> str:
+        """Of the module within its layer."""
+        path: str = self.module.__dict__["flexgen_helm_path"]
+        return path
+
 
 @dataclass
 class Bindings:
@@ -99,34 +105,25 @@ def is_plain(value: Any) -> bool:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention of a module of `transformers`; query [1, Hq, T, D] -> [1, T, Hq, Dv]."""
     bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
     assert bindings.attend is not None
     if is_traced.get():
-        unknown = [name for name, own in others.items() if not is_plain(own) and name not in _UNUSED]
+        unknown = [name for name, option in options.items() if not is_plain(option) and name not in _KNOWN]
         if unknown:
             raise UnsupportedArchitectureError(f"{type(module).__name__} passes {unknown[0]} to attention")
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         mask = Mask(is_causal=False)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     latents: _Latents | None = module.__dict__.get("flexgen_helm_latents")
     if latents is not None:
         query = latents.queries(query)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
-    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux, key))
+    out = bindings.attend(AttentionCall(q, k, v, mask, scale, options.get("softcap"), options.get("s_aux"), key))
     if latents is not None:
         out = latents.outputs(out)
     return out.contiguous().unsqueeze(0), None
@@ -158,20 +155,13 @@ class _Latents:
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Return U [Hq, plain elements of a key, rank] and V [Hq, Dv, rank]."""
-        own = self._attention
-        sizes = own.qk_nope_head_dim, own.v_head_dim
-        u, v = own.kv_b_proj.weight.view(-1, sum(sizes), own.kv_lora_rank).split(sizes, dim=1)
+        attention = self._attention
+        sizes = attention.qk_nope_head_dim, attention.v_head_dim
+        u, v = attention.kv_b_proj.weight.view(-1, sum(sizes), attention.kv_lora_rank).split(sizes, dim=1)
         return u, v
 
 
-def attend_to_latents(model: Any) -> None:
-    """Let the model's modules that expand latents attend to the latents instead."""
-    for module in model.modules():
-        if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
-            module.__dict__["flexgen_helm_latents"] = _Latents(module)
-
-
-def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
+def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
     windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
     if mask_function is None or not is_traced.get():
@@ -184,14 +174,13 @@ def _is_causal_window(mask_function: Any, window: Window | None) -> bool:
     """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
     reach = 64 if window is None else window.tokens
     zero = torch.tensor(0)
-    for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}:
-        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}:
-            if query < 0 or key < 0:
-                continue
-            expected = key <= query and (window is None or key >= window.oldest(query))
-            if bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) != expected:
-                return False
-    return True
+    return all(
+        bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        == (key <= query and (window is None or key >= window.oldest(query)))
+        for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}
+        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}
+        if query >= 0 and key >= 0
+    )
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -222,5 +211,9 @@ def _let_llama4_select(block: Any) -> None:
     experts._apply_gate, block.forward = apply_gate, forward
 
 
-# Classes that compute experts outside of `transformers`' experts interface.
-EXPERTS_OF_THEIR_OWN: Mapping[str, Callable[[Any], None]] = {"Llama4TextMoe": _let_llama4_select}
+def adapt(module: Any) -> None:
+    """Let a module attend to latents instead of expanding them, and name the experts that it selects."""
+    if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
+        module.__dict__["flexgen_helm_latents"] = _Latents(module)
+    if type(module).__name__ == "Llama4TextMoe":  # computes experts outside of `transformers`' experts interface
+        _let_llama4_select(module)

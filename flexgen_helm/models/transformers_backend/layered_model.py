@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from inspect import Signature, signature
@@ -46,29 +46,26 @@ class LayerArguments:
         """The input that a table has for this layer and each token, [1, T, P]: the only tensor of this kind."""
         return next(value for value in (*self.positional, *self.named.values()) if _is_layer_input(value))
 
-    def with_layer_input(self, own: Tensor) -> LayerArguments:
-        """Return the same with another input of the layer."""
-        positional = tuple(own if _is_layer_input(value) else value for value in self.positional)
-        named = {name: own if _is_layer_input(value) else value for name, value in self.named.items()}
-        return LayerArguments(positional, named, self.caches)
-
     @property
     def shared_keys(self) -> UserDict[str, tuple[Tensor, Tensor]]:
         """Keys and values that layers leave to later ones; empty where they do not."""
         return next((value for value in self.named.values() if isinstance(value, UserDict)), UserDict())
 
+    def with_layer_input(self, table_rows: Tensor) -> LayerArguments:
+        """Return the same with another input of the layer."""
+        return self._with(lambda name, value: table_rows if _is_layer_input(value) else value)
+
     def with_past(self, past: PastOfTokens) -> LayerArguments:
         """Return the same with another stand-in for the cache, where a layer is given one."""
-        if not self.caches:
-            return self
-        return LayerArguments(self.positional, {**self.named, **dict.fromkeys(self.caches, past)}, self.caches)
+        return self._with(lambda name, value: past if name in self.caches else value) if self.caches else self
 
     def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
         """Return the same with keys and values of the layers before."""
-        named = {
-            name: type(value)(shared) if isinstance(value, UserDict) else value for name, value in self.named.items()
-        }
-        return LayerArguments(self.positional, named, self.caches)
+        return self._with(lambda name, value: type(value)(shared) if isinstance(value, UserDict) else value)
+
+    def _with(self, new: Callable[[str, Any], Any]) -> LayerArguments:
+        named = {name: new(name, value) for name, value in self.named.items()}
+        return LayerArguments(tuple(new("", value) for value in self.positional), named, self.caches)
 
 
 class LayeredModel:
@@ -77,6 +74,8 @@ class LayeredModel:
     model: the causal model.
     layers: its decoder layers, which are not reachable from `model` any more.
     layers_path: name of their list in the model's state dict.
+    first_position: row of the first token in a table of positions. Descendants of RoBERTa do not use those up to the
+        padding token's.
     has_states: layers keep states; they are passed a mask.
     """
 
@@ -91,24 +90,23 @@ class LayeredModel:
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, found = _find_layers(self.model)
         self.layers: list[Any] = list(found)
-        self._states = [_StandInState(is_last=index == len(found) - 1) for index in range(len(found))]
-        for index, state in enumerate(self._states):
-            found[index] = _StandIn(self.layers[index], state)
+        self._states = [_StandInState(is_last=layer is self.layers[-1]) for layer in self.layers]
+        for index, (layer, state) in enumerate(zip(self.layers, self._states)):
+            found[index] = _StandIn(layer, state)
         self._cache_names = [
             frozenset().union(*(cache_names(part) for part in layer.modules())) for layer in self.layers
         ]
-        # Descendants of RoBERTa count positions from behind that of the padding token.
-        embeddings = getattr(self.base, "embeddings", None)
-        self._first_position = 0
-        if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
-            self._first_position = int(embeddings.padding_idx) + 1
+        embeddings: Any = getattr(self.base, "embeddings", None)
+        self.first_position = 0
+        if hasattr(embeddings, "create_position_ids_from_input_ids"):
+            self.first_position = int(embeddings.padding_idx) + 1
         if self.layer_input_table is not None:
             # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew, and all are there.
             self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
             module.requires_grad_(False)
-            for part in module.modules():
-                part.__dict__["flexgen_helm_bindings"] = self.bindings
+            for path, part in module.named_modules():
+                part.__dict__["flexgen_helm_bindings"], part.__dict__["flexgen_helm_path"] = self.bindings, path
                 for name, buffer in part._buffers.items():
                     if buffer is not None and buffer.device.type != "meta":
                         part._buffers[name] = buffer.to(device)
@@ -138,32 +136,41 @@ class LayeredModel:
         """
         for state in self._states:
             state.recorded = state.result = None
-        positions = arguments["position_ids"] + self._first_position
+        inputs = {**self._with_layer_inputs(arguments), "position_ids": arguments["position_ids"] + self.first_position}
         with suppress(_AllRecordedError):
             try:
-                self._run_base(arguments, positions)
+                self._run(self.base, inputs)
             except ValueError as error:  # it unpacks what its layers return, and none of them has run yet
                 expected = _UNPACKED.search(str(error))
                 if expected is None or any(state.num_returned for state in self._states):
                     raise
                 for state in self._states:
                     state.num_returned = int(expected[1])
-                self._run_base(arguments, positions)
-        hidden, recorded = self._states[0].hidden, [own.recorded for own in self._states if own.recorded is not None]
+                self._run(self.base, inputs)
+        hidden = self._states[0].hidden
+        recorded = [state.recorded for state in self._states if state.recorded is not None]
         if hidden is None or len(recorded) < len(self._states):
-            raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
+            raise UnsupportedArchitectureError(
+                f"{type(self.model).__name__} does not call its layers one after the other"
+            )
         for state in self._states:
             state.hidden = None
         past = PastOfTokens(arguments["position_ids"])
         return hidden, [
-            LayerArguments(own.positional, own.named, names & own.named.keys()).with_past(past)
-            for own, names in zip(recorded, self._cache_names)
+            LayerArguments(given.positional, given.named, names & given.named.keys()).with_past(past)
+            for given, names in zip(recorded, self._cache_names)
         ]
 
-    def _run_base(self, arguments: Mapping[str, Tensor], positions: Tensor) -> None:
-        unmasked = _unmasked(positions)
-        with self._known(unmasked["attention_mask"]):
-            self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **unmasked)
+    def _run(self, model: Any, arguments: Mapping[str, Tensor]) -> Any:
+        """Run without padding: without a mask, models read the positions, for which the host waits.
+
+        Masks on the meta device have no values, and models with recurrent layers read them.
+        """
+        positions = arguments["position_ids"]
+        mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
+        # Modules with states are passed the mask unless all of it is ones.
+        with _KnownMask(mask) if self.has_states else nullcontext():
+            return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
@@ -181,21 +188,15 @@ class LayeredModel:
         for state in self._states:
             state.recorded, state.result = None, hidden
         arguments = {"inputs_embeds": hidden if hidden.dim() == 3 else hidden[0], "position_ids": positions}
-        unmasked = _unmasked(positions)
         try:
-            with self._known(unmasked["attention_mask"]):
-                logits: Tensor = self.model(**self._with_layer_inputs(arguments), **unmasked).logits
+            logits: Tensor = self._run(self.model, self._with_layer_inputs(arguments)).logits
         finally:
             for state in self._states:
                 state.result = state.hidden = state.recorded = None
         return logits
 
-    def _known(self, mask: Tensor | None) -> AbstractContextManager[Any]:
-        """Spare a wait for the device: modules with states are passed a mask unless all of it is ones."""
-        return _KnownMask(mask) if self.has_states else nullcontext()
-
     def _with_layer_inputs(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add zeros for the inputs that layers have of their own, which models cannot find without token ids."""
+        """Add zeros for the inputs of layers, which models cannot find without token ids."""
         table, embeds = self.layer_input_table, arguments.get("inputs_embeds")
         if table is None or embeds is None:
             return dict(arguments)
@@ -204,7 +205,7 @@ class LayeredModel:
 
     @contextmanager
     def bound(
-        self, attend: Callable[[AttentionCall], Tensor], run_experts: Callable[[ExpertsCall], Tensor]
+        self, attend: Callable[[AttentionCall], Tensor] | None, run_experts: Callable[[ExpertsCall], Tensor]
     ) -> Iterator[None]:
         """Let modules call these functions."""
         self.bindings.attend, self.bindings.run_experts = attend, run_experts
@@ -215,13 +216,13 @@ class LayeredModel:
 
 
 @cache
-def _without_hooks(own: Any) -> type[nn.Module]:
-    """Return a class of modules that differs from `own` in how it is called alone."""
+def _without_hooks(module_class: Any) -> type[nn.Module]:
+    """Return a class of modules that differs from `module_class` in how it is called alone."""
 
     def call(self: Any, *positional: Any, **named: Any) -> Any:
         return self.forward(*positional, **named)
 
-    return type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__})
+    return type(module_class.__name__, (module_class,), {"__call__": call, "__module__": module_class.__module__})
 
 
 def cache_names(module: nn.Module) -> frozenset[str]:
@@ -245,7 +246,10 @@ def _annotations(module_class: Any) -> dict[str, str]:
         parameters = list(signature(module_class.forward).parameters.values())
     except (TypeError, ValueError):  # a function without a signature
         return {}
-    return {own.name: "" if own.annotation is Signature.empty else str(own.annotation) for own in parameters[1:]}
+    return {
+        parameter.name: "" if parameter.annotation is Signature.empty else str(parameter.annotation)
+        for parameter in parameters[1:]
+    }
 
 
 def _is_layer_input(value: Any) -> bool:
@@ -266,7 +270,7 @@ class PastOfTokens:
         positions = self._positions[0]
         return positions - torch.arange(len(positions), device=positions.device)
 
-    def update(self, keys: Tensor, values: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *layer: Any, **named: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def __getattr__(self, name: str) -> Any:
@@ -287,15 +291,6 @@ class _KnownMask(TorchFunctionMode):
         if func in (Tensor.__eq__, Tensor.eq, torch.eq) and args[0] is self._mask:
             self._compared = out
         return out
-
-
-def _unmasked(positions: Tensor) -> dict[str, Any]:
-    """Say that no token is padding: without a mask, models read the positions, for which the host waits.
-
-    Masks on the meta device have no values, and models with recurrent layers read them.
-    """
-    mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
-    return {"attention_mask": mask, "use_cache": False}
 
 
 # An annotation such as `transformers.cache_utils.Cache | None`.
@@ -324,7 +319,7 @@ class _StandInState:
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place in the model. It has the layer's attributes, which models ask for."""
+    """Stands in the model for a layer. It has the layer's attributes, which models ask for."""
 
     def __init__(self, layer: nn.Module, state: _StandInState) -> None:
         super().__init__()
@@ -359,17 +354,12 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the list of decoder layers, by its length; of several the outermost."""
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", None)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not lists:
-        raise UnsupportedArchitectureError(f"{_name(model)} has no list of {count} layers")
+        raise UnsupportedArchitectureError(f"{type(model).__name__} has no list of {count} layers")
     return min(lists, key=lambda item: item[0].count("."))
-
-
-def _name(model: Any) -> str:
-    return type(model).__name__

@@ -16,7 +16,7 @@ Shapes: T tokens, t of them, B sequences, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,52 +43,44 @@ class StateCache(PastOfTokens):
     def begin(self, kept: Sequence[SequenceState], states: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Begin with these states, each [B, elements]; dtype: of convolutions' inputs."""
         layer = self._layer
-        for state, own in zip(kept, states):
-            values = own.reshape(len(own), *state.shape)
+        for state, flat in zip(kept, states):
+            values = flat.reshape(len(flat), *state.shape)
             layer.has_previous_state[state.number] = True
+            getattr(layer, f"is_{state.kind}_states_initialized")[state.number] = True
             if state.kind == "conv":
-                layer.conv_states[state.number] = values.to(dtype, copy=True)
                 layer.conv_kernel_size[state.number] = state.shape[-1]
-                layer.is_conv_states_initialized[state.number] = True
-            else:
-                layer.recurrent_states[state.number] = values.clone()
-                layer.is_recurrent_states_initialized[state.number] = True
+                values = values.to(dtype)
+            getattr(layer, f"{state.kind}_states")[state.number] = values.clone()
 
     def found(self) -> list[tuple[SequenceState, Tensor]]:
         """Return what the module keeps, each [B, …]."""
-        layer = self._layer
-        conv = [(SequenceState("conv", n, tuple(own.shape[1:])), own) for n, own in _present(layer.conv_states)]
-        states = [
-            (SequenceState("recurrent", n, tuple(own.shape[1:])), own) for n, own in _present(layer.recurrent_states)
+        kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
+        return [
+            (SequenceState(kind, number, tuple(values.shape[1:])), values)
+            for kind in kinds
+            for number, values in getattr(self._layer, f"{kind}_states").items()
+            if values is not None
         ]
-        return conv + states
 
     def states(self) -> Tensor:
         """Return all states [B, elements] in float32."""
-        return torch.cat([own.float().flatten(1) for _, own in self.found()], 1)
+        return torch.cat([values.float().flatten(1) for _, values in self.found()], 1)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._on_state()
-        own: Tensor | None = self._layer.conv_states[state_idx] if self._layer.has_previous_state[state_idx] else None
-        return own
+        return self._layer.conv_states[state_idx] if self._layer.has_previous_state[state_idx] else None
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._on_state()
-        known = self._layer.has_previous_state[state_idx]
-        own: Tensor | None = self._layer.recurrent_states[state_idx] if known else None
-        return own
+        return self._layer.recurrent_states[state_idx] if self._layer.has_previous_state[state_idx] else None
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Any:
         self._on_state()
-        own: Tensor = self._layer.update_conv_state(conv_states, state_idx, **named)
-        return own
+        return self._layer.update_conv_state(conv_states, state_idx, **named)
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Any:
         self._on_state()
-        own: Tensor = self._layer.update_recurrent_state(recurrent_states, state_idx, **named)
-        return own
+        return self._layer.update_recurrent_state(recurrent_states, state_idx, **named)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -115,7 +107,7 @@ class MixerRunner:
 
     def __init__(self, mixer: Mixer, module: nn.Module) -> None:
         self.mixer = mixer
-        self._own_forward: Callable[..., Any] = module.forward
+        self._forward: Callable[..., Any] = module.forward
         self._projected: dict[str, Tensor] = {}
         self._group: StateGroup | None = None
 
@@ -123,9 +115,7 @@ class MixerRunner:
         """Return what a linear layer gives for one group; `product` computes it for all tokens."""
         if self._group is None:
             return product(path, x)
-        if path == self.mixer.output:
-            return x
-        return _of_group(self._projected[path], self._group)
+        return x if path == self.mixer.output else _of_group(self._projected[path], self._group)
 
     def forward(
         self,
@@ -144,14 +134,19 @@ class MixerRunner:
         try:
             for group in _token_by_token(groups) if self.mixer.one_by_one else groups:
                 self._group = group
-                positions = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
-                cache = StateCache(positions)
+                cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device=hidden.device))
                 if group.states is not None:
                     cache.begin(self.mixer.states, group.states.split(self.mixer.sizes, 1), hidden.dtype)
-                arguments = [_for_group(value, group, cache, hidden) for value in positional]
-                words = {name: _for_group(value, group, cache, hidden) for name, value in named.items()}
-                words |= {name: None for name in words if name == "attention_mask"}
-                part = self._own_forward(*arguments, **words)
+
+                def given(value: Any, group: StateGroup = group, cache: StateCache = cache) -> Any:
+                    """What the group is passed: its tokens' part of what belongs to tokens, and its cache."""
+                    if isinstance(value, PastOfTokens):
+                        return cache
+                    of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
+                    return _of_group(value, group) if of_tokens else value
+
+                words = {name: None if name == "attention_mask" else given(value) for name, value in named.items()}
+                part = self._forward(*map(given, positional), **words)
                 part = (part[0] if isinstance(part, tuple) else part).flatten(0, 1)
                 group.keep(cache.states())
                 if out is None:
@@ -164,7 +159,7 @@ class MixerRunner:
 
 
 def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
-    """Divide groups of several tokens that go on from a state: the first token of each, then the second, and so on."""
+    """Divide groups of several tokens that go on from a state: the first tokens, then the second ones, and so on."""
     divided = []
     for group in groups:
         if group.states is None or group.one_each:
@@ -177,31 +172,19 @@ def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
 
 
 def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
-    places = {number: range(group.tokens.start, group.tokens.stop) for number, group in enumerate(groups)}
-    order = sorted(places, key=lambda number: len(places[number]), reverse=True)
-    states = torch.cat([groups[number].states for number in order]) if groups else torch.empty(0)  # type: ignore[misc]
-    for step in range(len(places[order[0]]) if groups else 0):
-        tokens = [places[number][step] for number in order if step < len(places[number])]
-        behind = states[: len(tokens)]  # the longest come first
-        yield StateGroup(torch.tensor(tokens, device=states.device), True, behind, behind.copy_)
-    for place, number in enumerate(order):
-        groups[number].keep(states[place : place + 1])
-
-
-def _for_group(value: Any, group: StateGroup, cache: StateCache, hidden: Tensor) -> Any:
-    """Return what a group is passed: its tokens' part of what belongs to tokens, and its cache."""
-    if isinstance(value, PastOfTokens):
-        return cache
-    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == hidden.shape[:2]:
-        return _of_group(value, group)
-    return value
+    # The longest come first, so those that have a token of a step are the first ones.
+    groups = sorted(groups, key=lambda group: group.tokens.stop - group.tokens.start, reverse=True)
+    tokens = [range(group.tokens.start, group.tokens.stop) for group in groups]
+    states = torch.cat([group.states for group in groups if group.states is not None]) if groups else torch.empty(0)
+    for step in range(len(tokens[0]) if groups else 0):
+        rows = [row[step] for row in tokens if step < len(row)]
+        behind = states[: len(rows)]
+        yield StateGroup(torch.tensor(rows, device=states.device), True, behind, behind.copy_)
+    for index, group in enumerate(groups):
+        group.keep(states[index : index + 1])
 
 
 def _of_group(value: Tensor, group: StateGroup) -> Tensor:
     """[1, T, …] -> [1, t, …] of one sequence, or [B, 1, …] of one token each."""
-    own = value[:, group.tokens]
-    return own.transpose(0, 1) if group.one_each else own
-
-
-def _present(states: Mapping[int, Tensor | None]) -> list[tuple[int, Tensor]]:
-    return [(number, own) for number, own in states.items() if own is not None]
+    part = value[:, group.tokens]
+    return part.transpose(0, 1) if group.one_each else part

@@ -1,6 +1,6 @@
 """What tokens carry from layer to layer of a model of `transformers`, as one row of a tensor for each token.
 
-    hidden states, of every stream | inputs of every layer, from a table of their own | keys and values used again
+    hidden states, of every stream | inputs of every layer, from a second table | keys and values used again
 
 Most models have the first part alone, in one stream. Gemma 3n has four streams. Gemma 3n and Gemma 4 look up an input
 of every layer with the token, and their last layers attend with keys and values of an earlier one.
@@ -10,12 +10,12 @@ Shapes: T tokens, H hidden size, S streams, L layers, P elements of a layer's in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.config import SharedKeys, TransformersConfig
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments
 
 
@@ -23,23 +23,16 @@ class TokenState:
     """The columns of a token's row; `ModelConfig.state_size` is their number."""
 
     def __init__(self, config: TransformersConfig) -> None:
-        self._modules, self._hidden_size = config.modules, config.hidden_size
+        self._modules = config.modules
         self._streams_end = config.modules.streams * config.hidden_size
         self._inputs_end = self._streams_end + config.modules.layer_inputs_size
-        self._shared_at: dict[str, tuple[int, int, int]] = {}  # ends of keys, and of their values
-        first = self._inputs_end
-        for own in config.modules.shared_keys:
-            keys_end = first + own.heads * own.key_dim
-            end = keys_end + own.heads * own.value_dim
-            self._shared_at[own.name] = first, keys_end, end
-            first = end
-        self._end = first
+        self._end = config.state_size
 
     def new(self, hidden: Tensor, arguments: Sequence[LayerArguments]) -> Tensor:
         """Return the rows before the first layer; hidden: [1, T, H], or [S, 1, T, H] of several streams."""
         parts = [self._rows(hidden)]
         if self._inputs_end > self._streams_end:
-            parts += [own.layer_input.squeeze(0) for own in arguments]
+            parts += [of_layer.layer_input.squeeze(0) for of_layer in arguments]
         if self._end > self._inputs_end:
             parts.append(parts[0].new_zeros((len(parts[0]), self._end - self._inputs_end)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -53,13 +46,16 @@ class TokenState:
 
     def arguments(self, state: Tensor, layer: int, arguments: LayerArguments) -> LayerArguments:
         """Return what a layer is passed, with what these tokens carry for it."""
-        if self._inputs_end > self._streams_end:
-            size = self._modules.layer_input_size
+        if size := self._modules.layer_input_size:
             first = self._streams_end + layer * size
             arguments = arguments.with_layer_input(state[None, :, first : first + size])
-        if self._shared_at:
-            stored = [own for own in self._modules.shared_keys if own.layer < layer]
-            arguments = arguments.with_shared_keys({own.name: self._keys_values(state, own.name) for own in stored})
+        if self._modules.shared_keys:
+            stored = {
+                shared.name: tuple(part.unflatten(1, (shared.heads, -1)).transpose(0, 1)[None] for part in parts)
+                for shared, *parts in self._shared(state)
+                if shared.layer < layer
+            }
+            arguments = arguments.with_shared_keys(stored)
         return arguments
 
     def after(self, state: Tensor, layer: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
@@ -68,11 +64,10 @@ class TokenState:
         if self._end == self._streams_end:
             return rows
         after = torch.cat((rows, state[:, self._streams_end :]), 1)
-        for own in self._modules.shared_keys:
-            if own.layer == layer:
-                keys, values = (part.squeeze(0).transpose(0, 1).flatten(1) for part in arguments.shared_keys[own.name])
-                first, keys_end, end = self._shared_at[own.name]
-                after[:, first:keys_end], after[:, keys_end:end] = keys, values
+        for shared, *columns in self._shared(after):
+            if shared.layer == layer:
+                for column, part in zip(columns, arguments.shared_keys[shared.name]):
+                    column.copy_(part.squeeze(0).transpose(0, 1).flatten(1))
         return after
 
     def _rows(self, hidden: Tensor) -> Tensor:
@@ -80,10 +75,11 @@ class TokenState:
             return hidden.squeeze(0)
         return hidden.squeeze(1).transpose(0, 1).flatten(1)
 
-    def _keys_values(self, state: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Keys and values as attention modules exchange them, [1, heads, T, elements]."""
-        first, keys_end, end = self._shared_at[name]
-        (heads,) = (own.heads for own in self._modules.shared_keys if own.name == name)
-        parts = state[:, first:keys_end], state[:, keys_end:end]
-        keys, values = (part.reshape(len(state), heads, -1).transpose(0, 1)[None] for part in parts)
-        return keys, values
+    def _shared(self, state: Tensor) -> Iterator[tuple[SharedKeys, Tensor, Tensor]]:
+        """Yield the columns of keys and of values that layers leave to later ones, [T, heads * elements] each."""
+        first = self._inputs_end
+        for shared in self._modules.shared_keys:
+            middle = first + shared.heads * shared.key_dim
+            end = middle + shared.heads * shared.value_dim
+            yield shared, state[:, first:middle], state[:, middle:end]
+            first = end

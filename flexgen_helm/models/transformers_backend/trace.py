@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.config import ExpertTensors, LayerKind, Mixer, SequenceState, Shapes
@@ -36,113 +38,96 @@ _KNOWN_TENSORS = {"position_embeddings", "position_ids", "attention_scaling"}
 class LayerTrace:
     """What a layer did.
 
-    linears: paths of the linear modules that were called, in order.
+    order: paths of the modules that were called, in order.
+    inputs, outputs: the first tensor that each module was given, and what it returned, by path.
     calls: of attention.
     experts: calls of experts, by the path of their module.
     shared: keys and values that it leaves to later layers, by name.
-    inputs, outputs: the first tensor that each module was given, and what it returned, by path.
-    before_experts: linear modules that had been called when experts were.
-    active: modules whose call has begun and not ended, outermost first.
-    mixers: modules that asked for a state.
-    states: what they kept.
-    uncached: modules that can be given a cache, and were not.
+    mixers: modules that asked for a state; states: what they kept.
     one_by_one: several tokens at once do not go on from every state.
     """
 
-    linears: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
     experts: dict[str, ExpertsCall] = field(default_factory=dict)
     shared: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
-    before_experts: list[str] = field(default_factory=list)
-    active: list[str] = field(default_factory=list)
     mixers: set[str] = field(default_factory=set)
     states: list[SequenceState] = field(default_factory=list)
-    uncached: set[str] = field(default_factory=set)
     one_by_one: bool = False
 
-    def note_state(self) -> None:
-        self.mixers.add(self.active[-1])
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """before, after: identities of the modules outside the layers that were called. streams: of hidden states."""
+
+    layers: list[LayerTrace]
+    before: set[int]
+    after: set[int]
+    streams: int
 
 
-def trace_layers(model: LayeredModel) -> tuple[list[LayerTrace], set[int], set[int], int]:
-    """Pass shapes through the model; return what each layer did, the modules outside that were called, and the number
-    of streams.
-    """
-    layers: list[LayerTrace] = []
+def trace_layers(model: LayeredModel) -> ModelTrace:
+    """Pass shapes through the model."""
+    name, layers = type(model.model).__name__, [LayerTrace() for _ in model.layers]
+    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
+    positions = torch.arange(_TOKENS, device="meta")[None]
+    trace, before, after = LayerTrace(), set[int](), set[int]()
 
     def attend(call: AttentionCall) -> Tensor:
-        layers[-1].calls.append(call)
+        trace.calls.append(call)
         return call.q.new_empty((*call.q.shape[:2], call.v.shape[2]))
 
     def run_experts(call: ExpertsCall) -> Tensor:
-        layers[-1].experts[paths[id(call.module)]] = call
-        layers[-1].before_experts = list(layers[-1].linears)
+        trace.experts[call.path] = call
+        trace.order.append(call.path)
         return torch.empty_like(call.x)
 
-    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
-    positions = torch.arange(_TOKENS, device="meta")[None]
-    paths: dict[int, str] = {}
     with torch.no_grad(), model.bound(attend, run_experts), _one_sequence():
         _require_no_tokens_in_arguments(model, positions)
-        with _called(model.model) as before:
+        with register_module_forward_pre_hook(lambda module, given: before.add(id(module))):
             hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
         arguments_of_one = model.before({"input_ids": ids[:, :1], "position_ids": positions[:, :1]})[1]
         for index, layer in enumerate(model.layers):
-            trace = LayerTrace()
-            layers.append(trace)
-            paths = {id(module): path for path, module in layer.named_modules()}
-            _require_known_arguments(model, layer, arguments[index])
-            before_it = dict(arguments[index].shared_keys)
-            cache = StateCache(positions, trace.note_state)
-            with _noted(layer, trace):
-                out = model.layer(index, hidden, arguments[index].with_past(cache))
+            trace, given = layers[index], arguments[index]
+            _require_known_arguments(model, layer, given)
+            shared_before = dict(given.shared_keys)
+            with _noted(layer, trace, name) as note_state:
+                cache = StateCache(positions, note_state)
+                out = model.layer(index, hidden, given.with_past(cache))
             trace.states = [state for state, _ in cache.found()]
-            _require_cache(trace, type(model.model).__name__)
+            trace.shared = {key: pair for key, pair in given.shared_keys.items() if pair is not shared_before.get(key)}
             if trace.states:
-                layers.append(LayerTrace())  # what these trials do is not of interest
-                trace.one_by_one = _drops_states(model, index, trace.states, hidden, arguments[index])
-                if _drops_states(model, index, trace.states, hidden[..., :1, :], arguments_of_one[index]):
-                    raise UnsupportedArchitectureError(
-                        f"{type(model.model).__name__} does not go on from the states that its layers keep"
-                    )
-                layers.pop()
-            shared = arguments[index].shared_keys
-            trace.shared = {name: own for name, own in shared.items() if own is not before_it.get(name)}
-            if trace.shared.keys() & before_it:
-                raise UnsupportedArchitectureError(f"{type(model.model).__name__} replaces keys that layers share")
+                noted, trace = trace, LayerTrace()  # what these trials do is not of interest
+                noted.one_by_one = _drops_states(model, index, noted.states, hidden, given)
+                if _drops_states(model, index, noted.states, hidden[..., :1, :], arguments_of_one[index]):
+                    raise UnsupportedArchitectureError(f"{name} does not go on from the states that its layers keep")
+                trace = noted
+            if trace.shared.keys() & shared_before:
+                raise UnsupportedArchitectureError(f"{name} replaces keys that layers share")
             if out.shape != hidden.shape:
-                raise UnsupportedArchitectureError(
-                    f"the layers of {type(model.model).__name__} change the shape of the hidden states"
-                )
+                raise UnsupportedArchitectureError(f"the layers of {name} change the shape of the hidden states")
             hidden = out
-        with _called(model.model) as after:
+        with register_module_forward_pre_hook(lambda module, given: after.add(id(module))):
             model.after(hidden, positions)
-    return layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1
+    return ModelTrace(layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1)
 
 
 def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
     """Raise if a layer is given a tensor or an object of which nothing is known here."""
     positional = zip(parameter_names(layer)[1:], arguments.positional)
     inputs = None if model.layer_input_table is None else arguments.layer_input
-    for name, own in (*positional, *arguments.named.items()):
-        if isinstance(own, (PastOfTokens, UserDict)) or own is inputs:
+    for name, value in (*positional, *arguments.named.items()):
+        if isinstance(value, (PastOfTokens, UserDict)) or value is inputs:
             continue
-        values = list(_flat(own))
-        tensors = name in _KNOWN_TENSORS and all(isinstance(value, Tensor) for value in values)
-        if not tensors and not all(is_plain(value) or isinstance(value, Mask) for value in values):
-            kind = next(type(value).__name__ for value in values if not is_plain(value))
+        parts = tree_leaves(value)
+        tensors = name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)
+        if not tensors and not all(is_plain(part) or isinstance(part, Mask) for part in parts):
+            kind = next(type(part).__name__ for part in parts if not is_plain(part))
             raise UnsupportedArchitectureError(
                 f"{type(model.model).__name__} passes its layers {name} ({kind}), of which nothing is known here"
             )
-
-
-def _require_cache(trace: LayerTrace, name: str) -> None:
-    """Raise if a module that can be given a cache has not been given the stand-in, by whatever name."""
-    if trace.uncached:
-        modules = ", ".join(sorted(path or "the layer" for path in trace.uncached))
-        raise UnsupportedArchitectureError(f"{name} does not pass its cache on to {modules}")
 
 
 def _drops_states(
@@ -174,23 +159,12 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
         embeds = 1 * torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
-    for own in arguments:
-        values = [value for value in _flat((own.positional, own.named)) if isinstance(value, Tensor)]
-        if any(value.requires_grad and not (has_inputs and value is own.layer_input) for value in values):
+    for given in arguments:
+        values = [value for value in tree_leaves((given.positional, dict(given.named))) if isinstance(value, Tensor)]
+        if any(value.requires_grad and not (has_inputs and value is given.layer_input) for value in values):
             raise UnsupportedArchitectureError(
                 f"{type(model.model).__name__} passes its layers more that depends on tokens than hidden states"
             )
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """Yield what tuples, lists and mappings have inside."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if not isinstance(value, (tuple, list)):
-        yield value
-        return
-    for inner in value:
-        yield from _flat(inner)
 
 
 @contextmanager
@@ -213,45 +187,34 @@ def _one_sequence() -> Iterator[None]:
 
 
 @contextmanager
-def _called(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the modules that are called."""
-    called: set[int] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, arguments: called.add(id(module))) for module in model.modules()
-    ]
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _noted(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Callable[[], None]]:
+    """Note the modules of a layer that are called, and what passes between them.
 
-
-@contextmanager
-def _noted(layer: nn.Module, trace: LayerTrace) -> Iterator[None]:
-    """Collect the paths of linear modules in the order of their calls, and what passes between modules."""
+    Yields what notes that the innermost module has asked for a state. Raises `UnsupportedArchitectureError` if one that
+    can be given a cache has not been given the stand-in, by whatever name.
+    """
+    active: list[str] = []  # modules whose call has begun and not ended, outermost first
 
     def before(path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        trace.active.append(path)
+        active.append(path)
         given = {**dict(zip(parameter_names(module), positional)), **named}
-        if any(not isinstance(given[name], PastOfTokens) for name in cache_names(module) & given.keys()):
-            trace.uncached.add(path)
+        if any(not isinstance(given[cache], PastOfTokens) for cache in cache_names(module) & given.keys()):
+            raise UnsupportedArchitectureError(f"{name} does not pass its cache on to {path or 'the layer'}")
         trace.inputs[path] = next(iter((*positional, *named.values())), None)
-        if is_linear(module):
-            trace.linears.append(path)
+        trace.order.append(path)
 
     def after(path: str, module: nn.Module, arguments: tuple[Any, ...], returned: Any) -> None:
-        trace.active.pop()
+        active.pop()
         trace.outputs[path] = returned
 
-    hooks = []
-    for path, module in layer.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(after, path)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def note_state() -> None:
+        trace.mixers.add(active[-1])
+
+    with ExitStack() as hooks:
+        for path, module in layer.named_modules():
+            hooks.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(after, path)).remove)
+        yield note_state
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -273,35 +236,45 @@ def kept_in_float32(model: Any) -> re.Pattern[str]:
 
 
 def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pattern[str]) -> LayerKind:
-    mixer = _mixer(trace, name)
+    """name: of the model's class."""
+    modules = dict(layer.named_modules())
+    linears = [path for path in trace.order if is_linear(modules[path])]
+    once = [path for path in linears if linears.count(path) == 1]
+    mixer = _mixer(trace, once, name)
     streamed = [
         path
-        for path in trace.linears
-        if trace.linears.count(path) == 1
-        and not in_float32.search(f"{path}.weight")
+        for path in once
+        if not in_float32.search(f"{path}.weight")
         and (mixer is None or not path.startswith(f"{mixer.path}.") or path in (*mixer.inputs, mixer.output))
     ]
-    modules = dict(layer.named_modules())
     experts = tuple(_expert_tensors(path, call, name) for path, call in trace.experts.items())
-    stacked = {f"{own.path}.{entry}" for own in experts for entry, _ in own.matrices}
     matrices: Shapes = tuple((f"{path}.weight", tuple(modules[path].weight.shape)) for path in streamed)
-    taken = {f"{path}.weight" for path in streamed} | stacked
-    others: Shapes = tuple(
+    taken = {f"{path}.weight" for path in streamed}
+    taken |= {f"{stack.path}.{entry}" for stack in experts for entry, _ in stack.matrices}
+    resident: Shapes = tuple(
         (path, tuple(tensor.shape))
         for owner, module in modules.items()
-        for path, tensor in ((f"{owner}.{own}" if owner else own, t) for own, t in own_tensors(module).items())
-        if path not in taken
+        for leaf, tensor in own_tensors(module).items()
+        if (path := f"{owner}.{leaf}" if owner else leaf) not in taken
     )
-    calls = list(trace.experts.values())
-    count = calls[0].module.num_experts if calls else 0
-    per_token = calls[0].selected.shape[1] if calls else 0
-    kept = tuple(path for path, _ in others if in_float32.search(path))
-    router, norm = _router(trace, [own.path for own in experts])
-    return LayerKind(matrices, others, experts, count, per_token, kept, router, norm, mixer, bool(trace.calls))
+    router, router_norm = _router(trace, linears) if len(experts) == 1 else ("", "")
+    call = next(iter(trace.experts.values()), None)
+    return LayerKind(
+        matrices,
+        resident,
+        experts,
+        num_experts=0 if call is None else call.module.num_experts,
+        per_token=0 if call is None else call.selected.shape[1],
+        float32=tuple(path for path, _ in resident if in_float32.search(path)),
+        router=router,
+        router_norm=router_norm,
+        mixer=mixer,
+        attends=bool(trace.calls),
+    )
 
 
-def _mixer(trace: LayerTrace, name: str) -> Mixer | None:
-    """Return the module of a layer that keeps a state."""
+def _mixer(trace: LayerTrace, linears: list[str], name: str) -> Mixer | None:
+    """Return the module of a layer that keeps a state. linears: those that are called once."""
     if not trace.mixers:
         return None
     if len(trace.mixers) > 1:
@@ -311,24 +284,24 @@ def _mixer(trace: LayerTrace, name: str) -> Mixer | None:
     returned = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(returned, Tensor) or returned.shape[:-1] != given.shape[:-1]:
         raise UnsupportedArchitectureError(f"{name} has states in a module that returns more than hidden states")
-    own = [other for other in trace.linears if other.startswith(f"{path}.") and trace.linears.count(other) == 1]
-    inputs = tuple(other for other in own if trace.inputs[other] is given)
-    output = next((other for other in own if trace.outputs[other] is returned), "")
-    width = sum(trace.outputs[other].shape[-1] for other in inputs) or given.shape[-1]
+    inside = [linear for linear in linears if linear.startswith(f"{path}.")]
+    inputs = tuple(linear for linear in inside if trace.inputs[linear] is given)
+    output = next((linear for linear in inside if trace.outputs[linear] is returned), "")
+    width = sum(trace.outputs[linear].shape[-1] for linear in inputs) or given.shape[-1]
     return Mixer(path, tuple(trace.states), inputs, output, width, trace.one_by_one)
 
 
-def _router(trace: LayerTrace, experts: list[str]) -> tuple[str, str]:
-    """Return the module around the experts, and the one whose result it is given.
+def _router(trace: LayerTrace, linears: list[str]) -> tuple[str, str]:
+    """Return the module around a layer's only experts, and the one whose result it is given.
 
     "" twice if they are not found, or if the module computes more than a selection before, such as a shared expert.
     """
-    if len(experts) != 1:
-        return "", ""
-    block = experts[0].rpartition(".")[0]
+    (experts,) = trace.experts
+    block = experts.rpartition(".")[0]
     given = trace.inputs.get(block)
     norm = next((path for path, returned in trace.outputs.items() if returned is given), "")
-    num_linears = sum(path.startswith(f"{block}.") for path in trace.before_experts)
+    before = trace.order[: trace.order.index(experts)]
+    num_linears = sum(path.startswith(f"{block}.") and path in linears for path in before)
     return (block, norm) if block and norm and given is not None and num_linears < 2 else ("", "")
 
 
@@ -336,13 +309,13 @@ def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
     module = call.module
     if not f".{path}".endswith(".experts"):
         raise UnsupportedArchitectureError(f"the experts of {name} are in a module {path}, not experts")
-    settings = {own for own, value in module.__dict__.items() if own.startswith(("has_", "is_")) and value}
-    tensors = {own for own, _ in module.named_parameters(recurse=False)}
-    if unknown := (settings - _EXPERT_SETTINGS) | (tensors - _EXPERT_TENSORS):
+    tensors = dict(module.named_parameters(recurse=False))
+    settings = {entry for entry, value in module.__dict__.items() if entry.startswith(("has_", "is_")) and value}
+    if unknown := (settings - _EXPERT_SETTINGS) | (tensors.keys() - _EXPERT_TENSORS):
         raise UnsupportedArchitectureError(f"the experts of {name} have {min(unknown)}, of which nothing is known here")
-    stacked = {entry: weight.shape for entry, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
+    transposed = bool(module.is_transposed)
+    shapes = {entry: tensor.shape for entry, tensor in tensors.items() if tensor.dim() == 3}
     matrices = tuple(
-        (entry, (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2]))
-        for entry, shape in stacked.items()
+        (entry, (columns, rows) if transposed else (rows, columns)) for entry, (_, rows, columns) in shapes.items()
     )
-    return ExpertTensors(path, matrices, bool(module.is_transposed))
+    return ExpertTensors(path, matrices, transposed)

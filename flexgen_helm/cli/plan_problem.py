@@ -1,0 +1,151 @@
+"""What `flexgen-helm plan` plans for: the model, the machine and the limits that its flags name."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import say_what_limits_lack
+from flexgen_helm.config import EngineConfig, EngineOptions
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import existing_folder, require_writable, size, spelled_duration
+
+if TYPE_CHECKING:
+    from flexgen_helm.hardware.profile import HardwareProfile
+    from flexgen_helm.planner.plan import Expectation
+    from flexgen_helm.planner.problem import PlanningProblem
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned, and how it is shown.
+
+    engine: options of the engine flags.
+    hardware: name or file of the machine.
+    stages: machines of a pipeline.
+    """
+
+    engine: EngineOptions
+    model: str
+    hardware: str
+    stages: int
+    as_json: bool
+    as_csv: bool
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        return EngineConfig(**self.engine)
+
+    @cached_property
+    def precision(self) -> str:
+        """Name of the precision of the flags or of the model's name."""
+        from flexgen_helm.checkpoint.names import resolve
+        from flexgen_helm.quant.precisions import Precision, precision_named
+
+        assert not isinstance(self.config.precision, Precision)  # flags are text
+        return precision_named(self.config.precision or str(resolve(self.model).options.get("precision", "fp16"))).name
+
+    @property
+    def compares(self) -> bool:
+        """Whether to show other precisions: where none was asked for, and the plan is searched."""
+        return self.config.fixed_policy is None and self.precision == "fp16" and self.config.precision is None
+
+    @cached_property
+    def helm_name(self) -> str | None:
+        """The model's name in run entries, to which --precision adds its own; None for a path: HELM knows names."""
+        from flexgen_helm.checkpoint.names import PREFIX, split_precision
+
+        if Path(self.model).expanduser().exists():
+            return None
+        return PREFIX + split_precision(self.model.removeprefix(PREFIX))[0].replace("/", "--")
+
+
+def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None) -> PlanningProblem:
+    """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
+    from flexgen_helm.checkpoint.names import read_model_config
+    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+    from flexgen_helm.planner.policy import Workload
+    from flexgen_helm.planner.problem import MEASURED
+
+    config, model = asked.config, asked.model
+    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
+    model_config, dtype = read_model_config(model)
+    if prompt_len + gen_len > model_config.max_positions:
+        raise UsageError(
+            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
+        )
+    profile = profile_for(config, asked.hardware)
+    machine = "this machine" if profile.name == MEASURED else profile.name
+    if config.device == "sim":
+        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
+    elif config.device.startswith("cpu"):
+        profile = replace(profile, gpu=None, link=None)
+    elif config.device.startswith("cuda") and profile.gpu is None:
+        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
+    say_what_limits_lack(config.limits, profile.gpu is not None, profile.cpu.memory_bytes, machine)
+    problem = planning_problem(
+        model_config,
+        profile,
+        Workload.uniform(prompt_len, gen_len, num_seqs or 1),
+        limits=config.limits,
+        precision=asked.precision,
+        storage_dtype=dtype,
+        overlap=config.overlap,
+        cpu_attention=config.cpu_attention,
+        endless=num_seqs is None,
+        stages=asked.stages,
+    )
+    if config.device != "sim" and config.limits.gpu is not None:  # this limit holds for computing, too
+        room = problem.workspace.room_beside(config.limits.gpu)
+        problem = replace(problem, limits={**problem.limits, "gpu": float(room)})
+    memory = problem.limits["gpu"] + problem.limits["cpu"]
+    if asked.hardware != "measured" or (config.fixed_policy is None and problem.stored_bytes <= memory):
+        return problem  # and PyTorch, which opens weights, is not imported
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.offload.matrices import bytes_at_rest
+
+    # This machine's disk may have weights of the model already.
+    at_rest = bytes_at_rest(
+        resolve(model),
+        problem.precision,
+        _offload_folder(config),
+        config.limits.disk is None,
+        config.weights,
+        config.seed,
+    )
+    if not at_rest:
+        return problem
+    say(f"the disk has {size(at_rest)} of these weights already, which need no more room")
+    disk = replace(problem.hardware.disk, bytes=problem.hardware.disk.bytes + at_rest)
+    limits = {**problem.limits, "disk": problem.limits["disk"] + at_rest}
+    return replace(problem, hardware=replace(problem.hardware, disk=disk), limits=limits)
+
+
+def _offload_folder(config: EngineConfig) -> Path:
+    from flexgen_helm.checkpoint.paths import state_dir
+
+    return state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
+
+
+def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
+    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
+    from flexgen_helm.engine.machine_profile import measured_profile, profile_named
+
+    if hardware != "measured":
+        if config.offload_dir is not None:
+            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
+        return profile_named(hardware)
+    folder = _offload_folder(config)
+    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
+    profile = measured_profile(folder=folder)
+    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
+
+
+def range_text(expected: Expectation) -> str:
+    return f"{spelled_duration(expected.low)} to {spelled_duration(expected.high)}"

@@ -1,0 +1,229 @@
+"""Decoders like GPT-2: layer norms, biases, no gate. OPT, GPT-2, GPT-NeoX (Pythia) and BLOOM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources, sources
+from flexgen_helm.models.architectures.fields import Config, activation_of, decoder_config, read_rope
+from flexgen_helm.models.decoder_config import DecoderConfig
+
+
+def _gpt_config(config: Config, architecture: str, hidden: int, heads: int, **features: Any) -> DecoderConfig:
+    """features: the other fields of `DecoderConfig`, and those in which the architecture differs."""
+    gpt: dict[str, Any] = dict(
+        architecture=architecture,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=config["vocab_size"],
+        embed_size=hidden,
+        norm="layernorm",
+        gated_mlp=False,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=config.get("tie_word_embeddings", True),
+    )
+    return decoder_config(config, **{**gpt, **features})
+
+
+def _renamed(config: Config, **names: str) -> Config:
+    """Return a configuration in its architecture's words. names: another word -> its word, over which it wins."""
+    return {**config, **{name: config[word] for word, name in names.items() if config.get(word) is not None}}
+
+
+def read_opt(config: Config) -> DecoderConfig:
+    hidden = config["hidden_size"]
+    norm_before = config.get("do_layer_norm_before", True)
+    bias = config.get("enable_bias", True)
+    return _gpt_config(
+        config,
+        "opt",
+        hidden,
+        config["num_attention_heads"],
+        num_layers=config["num_hidden_layers"],
+        ffn_size=config["ffn_dim"],
+        max_positions=config["max_position_embeddings"],
+        embed_size=config.get("word_embed_proj_dim") or hidden,
+        norm_eps=1e-5,
+        activation=activation_of("OPT", config.get("activation_function", "relu")),
+        residual="pre_norm" if norm_before else "post_norm",
+        norm_affine=config.get("layer_norm_elementwise_affine", True),
+        final_norm=norm_before and not config.get("_remove_final_layer_norm", False),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        position_offset=2,
+    )
+
+
+# OPT (125M to 175B, OPT-IML, Galactica): learned positions, ReLU; OPT-350M with post-norm and projections.
+OPT = Architecture(
+    "opt",
+    ("OPTForCausalLM", "OPTModel"),
+    read_opt,
+    sources({
+        "embed.tokens.weight": "decoder.embed_tokens.weight",
+        "embed.positions.weight": "decoder.embed_positions.weight",
+        "embed.project_in.weight": "decoder.project_in.weight",
+        "head.project_out.weight": "decoder.project_out.weight",
+        "head.norm": "decoder.final_layer_norm",
+        "head.lm.weight": "lm_head.weight",
+        "layers.{i}.attn_norm": "decoder.layers.{i}.self_attn_layer_norm",
+        "layers.{i}.attn.q": "decoder.layers.{i}.self_attn.q_proj",
+        "layers.{i}.attn.k": "decoder.layers.{i}.self_attn.k_proj",
+        "layers.{i}.attn.v": "decoder.layers.{i}.self_attn.v_proj",
+        "layers.{i}.attn.o": "decoder.layers.{i}.self_attn.out_proj",
+        "layers.{i}.mlp_norm": "decoder.layers.{i}.final_layer_norm",
+        "layers.{i}.mlp.up": "decoder.layers.{i}.fc1",
+        "layers.{i}.mlp.down": "decoder.layers.{i}.fc2",
+    }),
+)  # fmt: skip
+
+
+def read_gpt2(config: Config) -> DecoderConfig:
+    config = _renamed(
+        config,
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+    )
+    for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config.get(flag):
+            raise UnsupportedArchitectureError(f"GPT-2 with {flag} is not supported")
+    hidden = config["n_embd"]
+    return _gpt_config(
+        config,
+        "gpt2",
+        hidden,
+        config["n_head"],
+        num_layers=config["n_layer"],
+        ffn_size=config.get("n_inner") or 4 * hidden,
+        max_positions=config["n_positions"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation=activation_of("GPT-2", config.get("activation_function", "gelu_new")),
+        attn_scale=None if config.get("scale_attn_weights", True) else 1.0,
+    )
+
+
+# Learned positions, fused and transposed projections, tied head.
+GPT2 = Architecture(
+    "gpt2",
+    ("GPT2LMHeadModel", "GPT2Model"),
+    read_gpt2,
+    sources({
+        "embed.tokens.weight": "wte.weight",
+        "embed.positions.weight": "wpe.weight",
+        "head.norm": "ln_f",
+        "head.lm.weight": "lm_head.weight",
+        "layers.{i}.attn_norm": "h.{i}.ln_1",
+        "layers.{i}.mlp_norm": "h.{i}.ln_2",
+    })
+    | fused_sources("layers.{i}.attn", ("q", "k", "v"), "h.{i}.attn.c_attn", transposed=True)
+    | sources({
+        "layers.{i}.attn.o": "h.{i}.attn.c_proj",
+        "layers.{i}.mlp.up": "h.{i}.mlp.c_fc",
+        "layers.{i}.mlp.down": "h.{i}.mlp.c_proj",
+    }, transposed=True),
+    prefixes=("transformer.", ""),
+)  # fmt: skip
+
+
+def read_gpt_neox(config: Config) -> DecoderConfig:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") not in (None, hidden // heads):
+        raise UnsupportedArchitectureError("GPT-NeoX with a head_dim of its own is not supported")
+    bias = config.get("attention_bias", True)
+    # Beside the rope parameters `transformers` reads these names alone, and ignores those of other architectures.
+    beside = {
+        "rope_theta": config.get("rotary_emb_base"),
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+    }
+    return _gpt_config(
+        config,
+        "gpt_neox",
+        hidden,
+        heads,
+        num_layers=config["num_hidden_layers"],
+        ffn_size=config["intermediate_size"],
+        max_positions=config["max_position_embeddings"],
+        norm_eps=config.get("layer_norm_eps", 1e-5),
+        activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
+        rope=read_rope({**config, **beside}, hidden // heads, is_partial=True),
+        residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
+        qkv_bias=bias,
+        out_bias=bias,
+        tied_head=config.get("tie_word_embeddings", False),
+    )
+
+
+def _fused_blocks(layer: str, attention: str) -> dict[str, TensorSource]:
+    """The layers of GPT-NeoX and BLOOM."""
+    names = {
+        "layers.{i}.attn_norm": f"{layer}.input_layernorm",
+        "layers.{i}.attn.o": f"{layer}.{attention}.dense",
+        "layers.{i}.mlp_norm": f"{layer}.post_attention_layernorm",
+        "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
+    }
+    fused = fused_sources("layers.{i}.attn", ("q", "k", "v"), f"{layer}.{attention}.query_key_value", by_head=True)
+    return sources(names) | fused
+
+
+# GPT-NeoX-20B, Pythia: parallel residual, rotary positions in a quarter of each head.
+GPT_NEOX = Architecture(
+    "gpt_neox",
+    ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    read_gpt_neox,
+    sources({
+        "embed.tokens.weight": "embed_in.weight",
+        "head.norm": "final_layer_norm",
+        "head.lm.weight": "embed_out.weight",
+    })
+    | _fused_blocks("layers.{i}", "attention"),
+    prefixes=("gpt_neox.", ""),
+)  # fmt: skip
+
+# ALiBi sets no context length; BLOOM was trained with this one.
+_TRAINED_POSITIONS = 2048
+
+
+def read_bloom(config: Config) -> DecoderConfig:
+    config = _renamed(config, n_embed="hidden_size", num_hidden_layers="n_layer", num_attention_heads="n_head")
+    if config.get("apply_residual_connection_post_layernorm"):
+        raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
+    hidden = config["hidden_size"]
+    return _gpt_config(
+        config,
+        "bloom",
+        hidden,
+        config["n_head"],
+        num_layers=config["n_layer"],
+        ffn_size=4 * hidden,
+        max_positions=config.get("seq_length") or _TRAINED_POSITIONS,
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation="gelu_tanh",
+        alibi=True,
+        embed_norm=True,
+    )
+
+
+# BLOOM (560M to 176B, BLOOMZ): ALiBi, an embedding norm.
+BLOOM = Architecture(
+    "bloom",
+    ("BloomForCausalLM", "BloomModel"),
+    read_bloom,
+    sources({
+        "embed.tokens.weight": "word_embeddings.weight",
+        "embed.norm": "word_embeddings_layernorm",
+        "head.norm": "ln_f",
+        "head.lm.weight": "lm_head.weight",
+    })
+    | _fused_blocks("h.{i}", "self_attention"),
+    prefixes=("transformer.", ""),
+)  # fmt: skip
