@@ -13,8 +13,8 @@ import platform
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
-from flexgen_helm.kernels.trial import imported, tried
+from flexgen_helm.kernels.trial import Loops, imported
 
 # Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
 # and that the parts take on all threads.
@@ -31,8 +31,8 @@ _ROWS, _CACHE_BYTES, _MEMORY_BYTES = 128, 1_900_000, 16 << 20
 _THREAD_PRODUCTS, _THREAD_ROWS = 1 << 19, 64
 # Linux gives a process the tile registers when it asks (arch_prctl: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-# Rows of x below which vectors are faster, for matrices of a width below `_WIDE` and others: a tile has 16 rows, and
-# weights in parts have to be divided first.
+# Rows of x below which vectors are faster, for matrices of a width below `_WIDE` and for wider ones: a tile has 16
+# rows, and weights in parts have to be divided first.
 _LEAST_ROWS, _WIDE = {torch.bfloat16: (3, 6), torch.float16: (6, 14), torch.float32: (16, 28)}, 2048
 
 _thread_local = threading.local()
@@ -51,16 +51,21 @@ def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
 
 def amx_matmuls(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor] | None:
     """x times each of some matrices of one dtype, as `amx_matmul`; x is divided once."""
-    dtype = weights[0].dtype
-    suits = all(_suits(x, weight) and weight.dtype == dtype and weight.shape[1] == x.shape[1] for weight in weights)
-    if not suits or x.shape[0] < _LEAST_ROWS[dtype][x.shape[1] >= _WIDE] or (compiled := _compiled()) is None:
+    (count, width), dtype = x.shape, weights[0].dtype
+    if x.dtype != torch.float32 or not count or not all(_takes(weight.dtype, *weight.shape) for weight in weights):
         return None
-    return _multiply(compiled, x, weights)
+    if not all(operand.device.type == "cpu" and operand.stride(1) == 1 for operand in (x, *weights)):
+        return None
+    if not all(weight.dtype == dtype and weight.shape[1] == width for weight in weights):
+        return None
+    if count < _LEAST_ROWS[dtype][width >= _WIDE] or (module := _loops()) is None:
+        return None
+    return _multiply(module, x, weights)
 
 
 def has_amx() -> bool:
     """Return whether products on the host are by this unit, where it takes their shapes."""
-    return _compiled() is not None
+    return _loops() is not None
 
 
 def multiplies_as_stored(dtype: torch.dtype, outputs: int, width: int) -> bool:
@@ -70,11 +75,11 @@ def multiplies_as_stored(dtype: torch.dtype, outputs: int, width: int) -> bool:
 
 def product_bytes(width: int) -> int:
     """Return the most bytes that a product with a matrix of this width takes besides its operands, on all threads."""
-    compiled, threads = _compiled(), torch.get_num_threads()
-    if compiled is None:
+    module, threads = _loops(), torch.get_num_threads()
+    if module is None:
         return 0
-    sizes = range(2 * compiled.SIDE, _most_rows(width, threads) + 1, 2 * compiled.SIDE)
-    return threads * max(compiled.multiply_bytes(rows, width, _block(compiled, rows, width)) for rows in sizes)
+    sizes = range(32, _most_rows(width, threads) + 1, 32)
+    return threads * max(module.scratch_bytes(rows, width, _block(module, rows, width)) for rows in sizes)
 
 
 def _most_rows(width: int, threads: int) -> int:
@@ -82,32 +87,31 @@ def _most_rows(width: int, threads: int) -> int:
     return max(32, min(_ROWS, _MEMORY_BYTES // threads // (6 * width) // 32 * 32))
 
 
-def _block(compiled: ModuleType, rows: int, width: int) -> int:
+def _block(module: ModuleType, rows: int, width: int) -> int:
     """Return the columns of a block: all, or whole chains of sums, whose order depends on the width alone."""
-    most = _CACHE_BYTES // (2 * compiled.PARTS * rows + compiled.PANEL_BYTES)
-    return width if width <= most else most // compiled.CHAIN * compiled.CHAIN
+    most, chain = _CACHE_BYTES // (2 * module.PARTS * rows + module.PANEL_BYTES), module.CHAIN_STEPS * module.DEPTH
+    return width if width <= most else most // chain * chain
 
 
-def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    (count, width), outputs = x.shape, sum(weight.shape[0] for weight in weights)
-    products = [empty((count, weight.shape[0])) for weight in weights]
-    table, all_panels = array("q"), 0
-    for weight, y in zip(weights, products):
-        own, panels = weight.shape[0], -(-weight.shape[0] // compiled.PANEL)
-        row_bytes = weight.element_size() * weight.stride(0)
-        table.extend((weight.data_ptr(), row_bytes, y.data_ptr(), 4 * own, own, panels))
-        all_panels += panels
-    threads = team_size(count * outputs * width // _THREAD_PRODUCTS)
+def _multiply(module: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    count, width = x.shape
+    outputs = [weight.shape[0] for weight in weights]
+    products = [empty((count, number)) for number in outputs]
+    panels = [-(-number // module.PANEL) for number in outputs]
+    table = array("q", [weight.data_ptr() for weight in weights])
+    table.extend(weight.element_size() * weight.stride(0) for weight in weights)
+    table.extend(y.data_ptr() for y in products)
+    table.extend([*(4 * number for number in outputs), *outputs, *panels])
+    threads = team_size(count * sum(outputs) * width // _THREAD_PRODUCTS)
     groups = _row_groups(count, threads)
-    most_rows = _most_rows(width, threads)
     # Equal blocks, nearly, of pairs of tiles.
-    own_rows = -(-count // groups)
-    rows = -(-own_rows // (-(-own_rows // most_rows) * 2 * compiled.SIDE)) * 2 * compiled.SIDE
-    block = _block(compiled, rows, width)
-    own_bytes = compiled.multiply_bytes(rows, width, block)
+    group_rows = -(-count // groups)
+    rows = -(-group_rows // (-(-group_rows // _most_rows(width, threads)) * 32)) * 32
+    block = _block(module, rows, width)
+    share = module.scratch_bytes(rows, width, block)
     arguments = [KINDS[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
-    arguments += [_memory(threads * own_bytes), own_bytes, all_panels, table.buffer_info()[0]]
-    run_on_threads(compiled.address_of(compiled.multiply), arguments, threads)
+    arguments += [_memory(threads * share), share, sum(panels), len(weights), table.buffer_info()[0]]
+    run_on_threads(module.multiply.address, arguments, threads)
     return products
 
 
@@ -125,38 +129,37 @@ def _memory(num_bytes: int) -> int:
     return -(-memory.data_ptr() // 64) * 64
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
-    on_host = x.device.type == weight.device.type == "cpu"
-    rows = x.dtype == torch.float32 and x.shape[0] > 0 and x.stride(1) == 1 == weight.stride(1)
-    return on_host and rows and _takes(weight.dtype, *weight.shape)
-
-
 def _takes(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    is_known = dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return is_known and width % 32 == 0 and width > 0 and outputs >= 32  # whole steps, and a panel (`amx_loop`)
+    return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= 32  # whole steps, and a panel (`amx_loop`)
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> ModuleType | None:
-    return tried("products by the matrix unit", _is_right) if _has_unit() else None
+def _loops() -> ModuleType | None:
+    return loops() if _has_unit() else None
 
 
+@cache
 def _has_unit() -> bool:
     """Return whether the processor has the unit and the system lets this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    processor = imported("flexgen_helm.kernels.processor")
-    return getattr(processor, "HAS_AMX", False) and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    has_unit = getattr(imported("flexgen_helm.kernels.emit"), "HAS_AMX", False)
+    return has_unit and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
 
 
-def _is_right(compiled: ModuleType) -> bool:
-    """Compare sums of one term, which nothing rounds: of numbers that have all bits, in x and in the weight."""
-    bits = torch.arange(64 * 64).mul(2654435761).remainder(1 << 25).sub(1 << 24).view(64, 64).double()
-    one_term = torch.eye(64, dtype=torch.float64)[torch.arange(64).mul(7).remainder(64)]
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        own_bits = bits.remainder(1 << 8 if dtype == torch.bfloat16 else 1 << 11) if dtype != torch.float32 else bits
-        for x, weight in ((bits[:33], one_term[:35]), (one_term[:33], own_bits[:35])):
-            (y,) = _multiply(compiled, x.float(), [weight.to(dtype)])
-            if not torch.equal(y.double(), x @ weight.t()):
-                return False
-    return True
+def _examples() -> Iterator[Callable[[], Tensor]]:
+    """Sums of one term, which nothing rounds: of numbers that have all bits, in x and in the weight."""
+    number = torch.arange(64 * 64, device="cpu").mul(2654435761)
+    bits = number.remainder(1 << 25).sub(1 << 24).view(64, 64)
+    one_term = torch.eye(64, dtype=torch.int64, device="cpu")[torch.arange(64, device="cpu").mul(7).remainder(64)]
+    for dtype in KINDS:
+        weight_bits = bits.remainder({torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(dtype, 1 << 24))
+        for x, weight in ((bits[:33], one_term[:35]), (one_term[:33], weight_bits[:35])):
+            yield partial(_product, x.float(), weight.to(dtype))
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    y = amx_matmul(x, weight)
+    return x @ weight.float().t() if y is None else y
+
+
+loops = Loops("products by the matrix unit", "flexgen_helm.kernels.amx_loop", _examples, tolerance=0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from itertools import chain, product
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numba
@@ -13,53 +15,57 @@ from numba import types
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
+    CONVERTS_HALVES,
     FLOAT,
+    HAS_AVX512,
     INT32,
     INT64,
+    LANES,
     VECTOR,
-    constant,
+    Loop,
+    call_llvm,
     done,
     emitted,
-    exponential,
-    get_float,
-    get_integer,
-    int64,
+    floats,
+    integers,
     load,
-    masked_halves,
     multiply_add,
     njit,
+    operands,
     part_of_thread,
-    put_address,
-    put_float,
-    put_integer,
+    pointer,
+    reading,
     spread,
     store,
-    tanh,
+    transposed,
 )
-from flexgen_helm.kernels.processor import CONVERTS_HALVES, HAS_AVX512, LANES
-from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
+from flexgen_helm.kernels.team import FLOAT16, FLOAT32
 
 # Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
 # stay in registers. Keys of a block: its scores stay in the first cache.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
-# Rows of a tile besides queries, outputs and scores: maxima, sums, first and last visible keys, slopes, distances, and
-# two for addresses, which have 64 bits.
-_TILE_ROWS_BESIDE = 8
+_ROW_BYTES = 4 * TILE_QUERIES
+# Rows of a tile, with a number for each query: the maximum of its scores, the sum of its weights, the first key that
+# it sees, the one behind the last, its slope, its distance from key 0.
+# Two rows have addresses of 64 bits. Scores [BLOCK_KEYS], queries [D] and outputs [D] follow.
+_MAXIMUM, _SUM, _LOW, _HIGH, _SLOPE, _DISTANCE, _ADDRESSES, _, _SCORES = range(9)
+_QUERIES = _SCORES + BLOCK_KEYS
 
 
 def scratch_floats(head_dim: int) -> int:
     """Numbers of 32 bits that a thread needs: of a tile, and of a block of keys or values that has 16 bits."""
-    return TILE_QUERIES * (2 * head_dim + BLOCK_KEYS + _TILE_ROWS_BESIDE) + BLOCK_KEYS * head_dim + LANES
+    return TILE_QUERIES * (_QUERIES + 2 * head_dim) + BLOCK_KEYS * head_dim
 
 
-def _emit_step(builder: Any, rows: int, vectors: int, arguments: Any) -> None:
-    """Emit c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles."""
-    a, a_row, a_column, b, count, c, adds = arguments
+@emitted((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
+def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
+    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles."""
+    a, a_row, a_column, b, count, c, adds = operands
     tile_bytes = 4 * TILE_QUERIES
     targets = [[builder.add(c, INT64(i * tile_bytes + 4 * LANES * j)) for j in range(vectors)] for i in range(rows)]
     zero, keeps = ir.Constant(VECTOR, [0.0] * LANES), builder.icmp_signed("!=", adds, INT64(0))
-    starts = [[builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in own] for own in targets]
+    starts = [[builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in row] for row in targets]
     a_rows = [builder.add(a, builder.mul(a_row, INT64(i))) for i in range(rows)]
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
@@ -68,12 +74,12 @@ def _emit_step(builder: Any, rows: int, vectors: int, arguments: Any) -> None:
     sums = [[builder.phi(VECTOR) for _ in range(vectors)] for _ in range(rows)]
     values = [load(builder, builder.add(b_at, INT64(4 * LANES * j)), VECTOR, 4) for j in range(vectors)]
     results = []
-    for row, own in zip(a_rows, sums):
+    for row, row_sums in zip(a_rows, sums):
         factor = spread(builder, load(builder, builder.add(row, a_at), FLOAT, 4))
-        results.append([multiply_add(builder, factor, value, one) for value, one in zip(values, own)])
-    for one, start, result in zip(chain(*sums), chain(*starts), chain(*results)):
-        one.add_incoming(start, before)
-        one.add_incoming(result, loop)
+        results.append([multiply_add(builder, factor, value, total) for value, total in zip(values, row_sums)])
+    for total, start, result in zip(chain(*sums), chain(*starts), chain(*results)):
+        total.add_incoming(start, before)
+        total.add_incoming(result, loop)
     following = builder.add(number, INT64(1))
     for phi, start, result in (
         (number, INT64(0), following),
@@ -88,178 +94,148 @@ def _emit_step(builder: Any, rows: int, vectors: int, arguments: Any) -> None:
         store(builder, result, at, 4)
 
 
-@emitted
-def _step(
-    typing: Any, rows: Any, vectors: Any, a: Any, a_row: Any, a_column: Any, b: Any, count: Any, c: Any, adds: Any
-) -> Any:
-    """A product of 1 or `_STEP_ROWS` rows with up to `_QUERY_VECTORS` vectors of queries."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        given, operands = arguments[:2], arguments[2:]
-        for case in product((1, _STEP_ROWS), range(1, _QUERY_VECTORS + 1)):
-            equal = [builder.icmp_signed("==", own, INT64(number)) for own, number in zip(given, case)]
-            with builder.if_then(builder.and_(*equal)):
-                _emit_step(builder, *case, operands)
-
-    return types.void(*[int64] * 9), generate
+# The compiler may take a multiplication and an addition together, as the emitted code does.
+_contracted: Any = numba.njit(error_model="numpy", fastmath={"contract"})
 
 
-@emitted
-def _softmax(
-    typing: Any, vectors: Any, scores: Any, count: Any, first: Any, bounds: Any, maximum: Any, outputs: Any, size: Any
-) -> Any:
+@_contracted
+def _tanh(x: Any) -> Any:
+    """The hyperbolic tangent to a few units in the last place (Eigen's rational approximation)."""
+    bound = np.float32(7.90531110763549805)
+    x = min(max(x, -bound), bound)
+    square = x * x
+    upper = np.float32(-2.76076847742355e-16)
+    upper = upper * square + np.float32(2.00018790482477e-13)
+    upper = upper * square + np.float32(-8.60467152213735e-11)
+    upper = upper * square + np.float32(5.12229709037114e-08)
+    upper = upper * square + np.float32(1.48572235717979e-05)
+    upper = upper * square + np.float32(6.37261928875436e-04)
+    upper = upper * square + np.float32(4.89352455891786e-03)
+    lower = np.float32(1.19825839466702e-06)
+    lower = lower * square + np.float32(1.18534705686654e-04)
+    lower = lower * square + np.float32(2.26843463243900e-03)
+    lower = lower * square + np.float32(4.89352518554385e-03)
+    return x * upper / lower
+
+
+@_contracted
+def _bend(tile: Any, lanes: Any, count: Any, first_key: Any, cap: Any) -> None:
+    """Give the scores of a block [count, queries] a soft cap, if it is not 0, and ALiBi's slope times distance."""
+    slope, distance = tile[_SLOPE], tile[_DISTANCE]
+    for key in range(count):
+        scores, number = tile[_SCORES + key], np.float32(first_key + key)
+        for lane in range(lanes):
+            score = scores[lane]
+            if cap != np.float32(0):
+                score = cap * _tanh(score / cap)
+            scores[lane] = score + slope[lane] * (number + distance[lane])
+
+
+def _exponential(builder: Any, x: Any) -> Any:
+    """e^x for x <= 0 to about one unit in the last place; 0 below -87 (Moshier, Cephes: `expf`)."""
+    nearest = multiply_add(builder, x, _constant(1.4426950408889634), _constant(0.5))
+    power = call_llvm(builder, f"llvm.floor.v{LANES}f32", VECTOR, nearest)
+    rest = multiply_add(builder, power, _constant(-0.693359375), x)
+    rest = multiply_add(builder, power, _constant(2.12194440e-4), rest)
+    value = _constant(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        value = multiply_add(builder, value, rest, _constant(factor))
+    integer = ir.VectorType(INT32, LANES)
+    exponent = builder.add(builder.fptosi(power, integer), ir.Constant(integer, [127] * LANES))
+    scale = builder.bitcast(builder.shl(exponent, ir.Constant(integer, [23] * LANES)), VECTOR)
+    is_least = builder.fcmp_ordered("<", x, _constant(-87.0))
+    return builder.select(is_least, _constant(0.0), builder.fmul(value, scale))
+
+
+def _constant(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+@emitted()
+def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any, *outputs: Any) -> None:
     """Turn the scores of a block [count, queries] into weights, and scale what was summed before to the new maximum.
 
-    first: number of the block's first key; bounds: addresses of the first key that each query sees, and of the one
-    behind the last, or 0 where all are seen. maximum: address of the maxima, followed by the sums. outputs [size,
-    queries].
+    first_key: number of the block's first key; -1 if each query sees all of them.
+    outputs: address of the outputs, and their rows that have a sum.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        vectors, scores, count, first, bounds, maximum, outputs, size = arguments
-        tile_bytes = INT64(4 * TILE_QUERIES)
-        integers = ir.VectorType(INT32, LANES)
-        kept = [cgutils.alloca_once(builder, VECTOR) for _ in range(2)]
-        is_masked = builder.icmp_signed("!=", bounds, INT64(0))
-        with cgutils.for_range(builder, vectors) as column:
-            offset = builder.mul(column.index, INT64(4 * LANES))
-            at_maximum, own = builder.add(maximum, offset), builder.add(scores, offset)
-            at_sum = builder.add(at_maximum, tile_bytes)
-            with builder.if_then(is_masked):
-                low = load(builder, builder.add(bounds, offset), integers, 4)
-                high = load(builder, builder.add(builder.add(bounds, offset), tile_bytes), integers, 4)
-                with cgutils.for_range(builder, count) as key:
-                    at = builder.add(own, builder.mul(key.index, tile_bytes))
-                    numbers = spread(builder, builder.trunc(builder.add(first, key.index), INT32))
-                    sees = builder.and_(
-                        builder.icmp_signed(">=", numbers, low), builder.icmp_signed("<", numbers, high)
-                    )
-                    score = builder.select(sees, load(builder, at, VECTOR, 4), constant(float("-inf")))
-                    store(builder, score, at, 4)
-            before = load(builder, at_maximum, VECTOR, 4)
-            builder.store(before, kept[0])
-            with cgutils.for_range(builder, count) as key:
-                score = load(builder, builder.add(own, builder.mul(key.index, tile_bytes)), VECTOR, 4)
-                largest = builder.load(kept[0])
-                builder.store(builder.select(builder.fcmp_ordered(">", score, largest), score, largest), kept[0])
-            largest = builder.load(kept[0])
-            shrinking = exponential(builder, builder.fsub(before, largest))
-            builder.store(builder.fmul(load(builder, at_sum, VECTOR, 4), shrinking), kept[1])
-            with cgutils.for_range(builder, count) as key:
-                at = builder.add(own, builder.mul(key.index, tile_bytes))
-                weight = exponential(builder, builder.fsub(load(builder, at, VECTOR, 4), largest))
-                store(builder, weight, at, 4)
-                builder.store(builder.fadd(builder.load(kept[1]), weight), kept[1])
-            store(builder, largest, at_maximum, 4)
-            store(builder, builder.load(kept[1]), at_sum, 4)
-            with cgutils.for_range(builder, size) as element:
-                at = builder.add(builder.add(outputs, offset), builder.mul(element.index, tile_bytes))
-                store(builder, builder.fmul(load(builder, at, VECTOR, 4), shrinking), at, 4)
-
-    return types.void(*[int64] * 8), generate
+    kept = [cgutils.alloca_once(builder, VECTOR) for _ in range(2)]
+    with cgutils.for_range(builder, vectors) as column:
+        offset = builder.mul(column.index, INT64(4 * LANES))
+        at = {row: builder.add(tile, builder.add(offset, INT64(row * _ROW_BYTES))) for row in range(_ADDRESSES)}
+        scores = builder.add(tile, builder.add(offset, INT64(_SCORES * _ROW_BYTES)))
+        with builder.if_then(builder.icmp_signed(">=", first_key, INT64(0))):
+            low, high = (load(builder, at[row], VECTOR, 4) for row in (_LOW, _HIGH))
+            with _rows(builder, scores, count) as (score_at, key):
+                number = spread(builder, builder.sitofp(builder.add(first_key, key), FLOAT))
+                sees = builder.and_(builder.fcmp_ordered(">=", number, low), builder.fcmp_ordered("<", number, high))
+                score = builder.select(sees, load(builder, score_at, VECTOR, 4), _constant(float("-inf")))
+                store(builder, score, score_at, 4)
+        before = load(builder, at[_MAXIMUM], VECTOR, 4)
+        builder.store(before, kept[0])
+        with _rows(builder, scores, count) as (score_at, _):
+            score, largest = load(builder, score_at, VECTOR, 4), builder.load(kept[0])
+            builder.store(builder.select(builder.fcmp_ordered(">", score, largest), score, largest), kept[0])
+        largest = builder.load(kept[0])
+        shrinking = _exponential(builder, builder.fsub(before, largest))
+        builder.store(builder.fmul(load(builder, at[_SUM], VECTOR, 4), shrinking), kept[1])
+        with _rows(builder, scores, count) as (score_at, _):
+            weight = _exponential(builder, builder.fsub(load(builder, score_at, VECTOR, 4), largest))
+            store(builder, weight, score_at, 4)
+            builder.store(builder.fadd(builder.load(kept[1]), weight), kept[1])
+        store(builder, largest, at[_MAXIMUM], 4)
+        store(builder, builder.load(kept[1]), at[_SUM], 4)
+        with _rows(builder, builder.add(outputs[0], offset), outputs[1]) as (output_at, _):
+            store(builder, builder.fmul(load(builder, output_at, VECTOR, 4), shrinking), output_at, 4)
 
 
-@emitted
-def _bend(typing: Any, vectors: Any, scores: Any, count: Any, first: Any, cap: Any, slopes: Any, distances: Any) -> Any:
-    """Give the scores of a block [count, queries] a soft cap, if it is not 0, and ALiBi's slope times distance.
-
-    first: number of the block's first key; slopes, distances: addresses of each query's slope, and of the distance
-    from it to key 0 of the segment.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        vectors, scores, count, first, cap, slopes, distances = arguments
-        cap = spread(builder, cap)
-        is_capped = builder.extract_element(builder.fcmp_ordered("!=", cap, constant(0.0)), INT32(0))
-        with cgutils.for_range(builder, vectors) as column:
-            offset = builder.mul(column.index, INT64(4 * LANES))
-            slope = load(builder, builder.add(slopes, offset), VECTOR, 4)
-            distance = load(builder, builder.add(distances, offset), VECTOR, 4)
-            own = builder.add(scores, offset)
-            with cgutils.for_range(builder, count) as key:
-                at = builder.add(own, builder.mul(key.index, INT64(4 * TILE_QUERIES)))
-                with builder.if_then(is_capped):
-                    score = tanh(builder, builder.fdiv(load(builder, at, VECTOR, 4), cap))
-                    store(builder, builder.fmul(cap, score), at, 4)
-                number = spread(builder, builder.sitofp(builder.add(first, key.index), FLOAT))
-                number = builder.fadd(number, distance)
-                store(builder, multiply_add(builder, slope, number, load(builder, at, VECTOR, 4)), at, 4)
-
-    return types.void(int64, int64, int64, int64, types.float32, int64, int64), generate
+@contextmanager
+def _rows(builder: Any, first: Any, count: Any) -> Iterator[tuple[Any, Any]]:
+    """Emit a loop over rows of a tile: the address of a vector in a row, and the row's number."""
+    with cgutils.for_range(builder, count) as row:
+        yield builder.add(first, builder.mul(row.index, INT64(_ROW_BYTES))), row.index
 
 
-def _turned(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose vectors: the columns of as many rows as a vector has elements."""
-    step = 1
-    while step < LANES:
-        from_first = [j - step + LANES if j & step else j for j in range(LANES)]
-        from_second = [j + LANES if j & step else j + step for j in range(LANES)]
-        masks = [ir.Constant(ir.VectorType(INT32, LANES), mask) for mask in (from_first, from_second)]
-        for i in range(LANES):
-            if not i & step:
-                pair = rows[i], rows[i + step]
-                rows[i], rows[i + step] = (builder.shuffle_vector(*pair, mask) for mask in masks)
-        step *= 2
-    return rows
+@emitted()
+def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any) -> None:
+    """Load a vector at `offset` of the rows at the addresses; store the elements, times a factor, as rows of a tile."""
+    scale = spread(builder, load(builder, factor, FLOAT, 4))
+    at = [load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8) for i in range(LANES)]
+    rows = [load(builder, builder.add(row, offset), VECTOR, 4) for row in at]
+    for i, column in enumerate(transposed(builder, rows)):
+        store(builder, builder.fmul(column, scale), builder.add(target, INT64(_ROW_BYTES * i)), 4)
 
 
-@emitted
-def _turn_in(typing: Any, addresses: Any, offset: Any, scale: Any, target: Any) -> Any:
-    """Load a vector at `offset` of each row, and store the elements, times a scale, as rows of a tile."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        addresses, offset, scale, target = arguments
-        at = [load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8) for i in range(LANES)]
-        rows = [load(builder, builder.add(row, offset), VECTOR, 4) for row in at]
-        factor = spread(builder, scale)
-        for i, column in enumerate(_turned(builder, rows)):
-            store(builder, builder.fmul(column, factor), builder.add(target, INT64(4 * TILE_QUERIES * i)), 4)
-
-    return types.void(int64, int64, types.float32, int64), generate
-
-
-@emitted
-def _turn_out(typing: Any, source: Any, factors: Any, addresses: Any, offset: Any) -> Any:
+@emitted()
+def _turn_out(builder: Any, source: Any, factors: Any, addresses: Any, offset: Any) -> None:
     """Store rows of a tile, times a factor for each column, at `offset` of the rows at the addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        source, factors, addresses, offset = arguments
-        factor = load(builder, factors, VECTOR, 4)
-        at = [builder.add(source, INT64(4 * TILE_QUERIES * i)) for i in range(LANES)]
-        rows = [builder.fmul(load(builder, row, VECTOR, 4), factor) for row in at]
-        for i, column in enumerate(_turned(builder, rows)):
-            row = load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8)
-            store(builder, column, builder.add(row, offset), 4)
-
-    return types.void(*[int64] * 4), generate
+    factor = load(builder, factors, VECTOR, 4)
+    at = [builder.add(source, INT64(_ROW_BYTES * i)) for i in range(LANES)]
+    rows = [builder.fmul(load(builder, row, VECTOR, 4), factor) for row in at]
+    for i, column in enumerate(transposed(builder, rows)):
+        row = load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8)
+        store(builder, column, builder.add(row, offset), 4)
 
 
-@emitted
-def _widen_vector(typing: Any, kind: Any, source: Any, width: Any, target: Any) -> Any:
-    """Store the first `width` elements of 16 bits at `source`, and zeros, as a vector of float32 at `target`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        kind, source, width, target = arguments
-        for case in (BFLOAT16, FLOAT16) if CONVERTS_HALVES else (BFLOAT16,):
-            with builder.if_then(builder.icmp_signed("==", kind, INT64(case))):
-                store(builder, masked_halves(builder, source, case == BFLOAT16, width), target, 4)
-
-    return types.void(*[int64] * 4), generate
+_half = reading(
+    lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT), types.float32(types.uint16)
+)
 
 
 @njit
-def _as_float32(kind: Any, rows: Any, row_bytes: Any, count: Any, size: Any, target: Any) -> tuple[Any, Any]:
-    """Return where `count` rows of `size` elements are in float32, and the bytes of a row.
-
-    Those of 16 bits are written to `target` without gaps, and up to a vector of zeros behind.
-    """
+def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any, Any]:
+    """Return where rows are in float32, and the bytes of a row; those of 16 bits are written to target [rows, size]."""
     if kind == FLOAT32:
         return rows, row_bytes
-    for number in range(count):
-        for element in range(0, size, LANES):
-            source = rows + number * row_bytes + 2 * element
-            _widen_vector(kind, source, size - element, target + 4 * (number * size + element))
-    return target, 4 * size
+    for number in range(len(target)):
+        bits = numba.carray(pointer(rows + number * row_bytes), target.shape[1], np.uint16)
+        wide = target[number]
+        if CONVERTS_HALVES and kind == FLOAT16:
+            for i in range(len(wide)):
+                wide[i] = _half(bits[i])
+        else:
+            for i in range(len(wide)):
+                wide[i] = np.int32(np.int32(bits[i]) << np.int32(16)).view(np.float32)
+    return np.int64(target.ctypes.data), 4 * target.shape[1]
 
 
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
@@ -275,67 +251,56 @@ def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
 
 
 @njit
-def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, rows: Any) -> None:
-    """Attention of a tile: rows `first_row` … of a job's (token, query head) pairs of one key head, over its segments.
+def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) -> None:
+    """Attention of a tile: some of a job's (token, query head) pairs of one key head, over its segments.
 
     Products have keys or elements of a head for rows, and queries for columns, so keys and values are read as they
     are, and a query's maximum is that of a column.
     """
-    segments, q, q_row, q_head = data[6], data[7], data[8], data[9]
-    out, out_row, out_head = data[10], data[11], data[12]
-    lse, lse_row, group, size, window = data[13], data[14], data[16], data[17], data[18]
-    scale, cap, slopes = get_float(data[19]), get_float(data[19] + 4), data[23]
-    bends, is_chunked = cap != 0.0 or slopes != 0, data[24]
-    token, positions = get_integer(job), data[22] + 8 * get_integer(job)
-    width = 4 * TILE_QUERIES
-    queries, outputs = scratch, scratch + size * width
-    scores = outputs + size * width
-    maximum = scores + BLOCK_KEYS * width
-    sums, low, high, addresses = maximum + width, maximum + 2 * width, maximum + 3 * width, maximum + 4 * width
-    own_slopes, distances = maximum + 6 * width, maximum + 7 * width
-    kind, follows, wide = data[25], data[26] * get_integer(job + 32), maximum + 8 * width
+    segments, q, q_row, q_head, out, out_row, out_head, lse, lse_row = given[2:11]
+    group, size, window, factors, positions, all_slopes, is_chunked, kind, any_follows = given[12:21]
+    scale, cap = floats(factors, 1)[0], floats(factors + 4, 1)[0]
+    bends, token, follows = cap != 0.0 or all_slopes != 0, job[0], any_follows and job[4]
+    position = integers(positions + 8 * token, job[1])
+    rows = min(TILE_QUERIES, job[1] * group - first_row)
+    tile = numba.carray(pointer(scratch), (_QUERIES + 2 * size, TILE_QUERIES), np.float32)
+    queries, outputs = scratch + _QUERIES * _ROW_BYTES, scratch + (_QUERIES + size) * _ROW_BYTES
+    scores, wide = scratch + _SCORES * _ROW_BYTES, outputs + size * _ROW_BYTES
+    addresses = integers(scratch + _ADDRESSES * _ROW_BYTES, TILE_QUERIES)
     vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
-    # Columns behind the last row repeat it.
-    for lane in range(vectors * LANES):
+    lanes = vectors * LANES
+    tile[_SLOPE] = 0
+    for lane in range(lanes):  # those behind the last row repeat it
         row = first_row + min(lane, rows - 1)
-        source = q + (token + row // group) * q_row + (head * group + row % group) * q_head
-        put_address(addresses + 8 * lane, source)
+        row_token, row_head = token + row // group, head * group + row % group
+        addresses[lane] = q + row_token * q_row + row_head * q_head
+        query = floats(addresses[lane], size)
         for element in range(turned, size):
-            put_float(queries + element * width + 4 * lane, get_float(source + 4 * element) * scale)
+            tile[_QUERIES + element, lane] = query[element] * scale
+        tile[_MAXIMUM, lane], tile[_SUM, lane] = _LEAST, 0
         if follows:  # the result over earlier keys is that of one key with this score
-            result = out + (token + row // group) * out_row + (head * group + row % group) * out_head
+            result = floats(out + row_token * out_row + row_head * out_head, size)
             for element in range(size):
-                put_float(outputs + element * width + 4 * lane, get_float(result + 4 * element))
-            score = get_float(lse + (token + row // group) * lse_row + 4 * (head * group + row % group))
-            put_float(maximum + 4 * lane, max(_LEAST, score))
-            put_float(sums + 4 * lane, np.float32(1.0) if score > _LEAST else np.float32(0.0))
-        else:
-            put_float(maximum + 4 * lane, _LEAST)
-            put_float(sums + 4 * lane, np.float32(0.0))
-        if bends:
-            slope = get_float(slopes + 4 * (head * group + row % group)) if slopes else np.float32(0.0)
-            put_float(own_slopes + 4 * lane, slope)
-    for vector in range(vectors):
+                tile[_QUERIES + size + element, lane] = result[element]
+            score = floats(lse + row_token * lse_row + 4 * row_head, 1)[0]
+            tile[_MAXIMUM, lane], tile[_SUM, lane] = max(_LEAST, score), score > _LEAST
+        if all_slopes:
+            tile[_SLOPE, lane] = floats(all_slopes + 4 * row_head, 1)[0]
+    for lane in range(0, lanes, LANES):
         for element in range(0, turned, LANES):
-            target = queries + element * width + 4 * LANES * vector
-            _turn_in(addresses + 8 * LANES * vector, 4 * element, scale, target)
-    first_position = last_position = get_integer(positions + 8 * (first_row // group))
-    for one in range(first_row // group + 1, (first_row + rows - 1) // group + 1):
-        own = get_integer(positions + 8 * one)
-        first_position, last_position = min(first_position, own), max(last_position, own)
+            at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
+            _turn_in((at, 4 * element, factors, queries + element * _ROW_BYTES + 4 * lane))
+    seen_by = position[first_row // group : (first_row + rows - 1) // group + 1]
+    first_position, last_position = seen_by.min(), seen_by.max()
     adds = 1 if follows else 0  # what the memory holds before the first block is no number
-    for number in range(get_integer(job + 16), get_integer(job + 24)):
-        segment = segments + 64 * number
-        keys, values = get_integer(segment), get_integer(segment + 8)
-        key_row, value_row = get_integer(segment + 16), get_integer(segment + 24)
-        keys += head * get_integer(segment + 32)
-        values += head * get_integer(segment + 40)
-        length, start = get_integer(segment + 48), get_integer(segment + 56)
-        for lane in range(vectors * LANES):
-            own = get_integer(positions + 8 * ((first_row + min(lane, rows - 1)) // group)) - start
-            put_integer(low + 4 * lane, max(0, _oldest(own + start, window, is_chunked) - start))
-            put_integer(high + 4 * lane, min(length, own + 1))
-            put_float(distances + 4 * lane, np.float32(-own))
+    for number in range(job[2], job[3]):
+        keys, values, key_row, value_row, key_head, value_head, length, start = operands(segments + 64 * number - 16, 8)
+        keys += head * key_head
+        values += head * value_head
+        for lane in range(lanes):
+            at = position[(first_row + min(lane, rows - 1)) // group] - start
+            tile[_LOW, lane] = max(0, _oldest(at + start, window, is_chunked) - start)
+            tile[_HIGH, lane], tile[_DISTANCE, lane] = min(length, at + 1), -at
         end = min(length, last_position + 1 - start)
         all_see_to = min(length, first_position + 1 - start)
         all_see_from = max(0, _oldest(last_position, window, is_chunked) - start)
@@ -343,67 +308,64 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
         begin = max(0, _oldest(first_position, window, is_chunked) - start) // BLOCK_KEYS * BLOCK_KEYS
         for key in range(begin, end, BLOCK_KEYS):
             count = min(BLOCK_KEYS, end - key)
-            block, block_row = _as_float32(kind, keys + key * key_row, key_row, count, size, wide)
+            converted = numba.carray(pointer(wide), (count, size), np.float32)
+            block, row_bytes = _as_float32(kind, keys + key * key_row, key_row, converted)
             at = 0
             while at < count:
                 step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
-                _step(step, vectors, block + at * block_row, block_row, 4, queries, size, scores + at * width, 0)
+                target = scores + at * _ROW_BYTES
+                _step((step, vectors, block + at * row_bytes, row_bytes, 4, queries, size, target, 0))
                 at += step
             if bends:
-                _bend(vectors, scores, count, key, cap, own_slopes, distances)
+                _bend(tile, lanes, count, key, cap)
             is_masked = key < all_see_from or key + count > all_see_to
-            _softmax(vectors, scores, count, key, low if is_masked else 0, maximum, outputs, size if adds else 0)
-            block, block_row = _as_float32(kind, values + key * value_row, value_row, count, size, wide)
+            _soften((vectors, count, key if is_masked else -1, scratch, outputs, size if adds else 0))
+            block, row_bytes = _as_float32(kind, values + key * value_row, value_row, converted)
             at = 0
             while at < size:
                 step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
-                _step(step, vectors, block + 4 * at, 4, block_row, scores, count, outputs + at * width, adds)
+                _step((step, vectors, block + 4 * at, 4, row_bytes, scores, count, outputs + at * _ROW_BYTES, adds))
                 at += step
             adds = 1
     if not adds:  # no key is seen
-        for element in range(size):
-            for lane in range(vectors * LANES):
-                put_float(outputs + element * width + 4 * lane, np.float32(0.0))
-    for lane in range(vectors * LANES):
+        tile[_QUERIES + size :] = 0
+    for lane in range(lanes):
         row = first_row + min(lane, rows - 1)
-        own_token, own_head = token + row // group, head * group + row % group
-        target, total = out + own_token * out_row + own_head * out_head, get_float(sums + 4 * lane)
-        factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-        put_float(sums + 4 * lane, factor)
-        put_address(addresses + 8 * lane, target)
+        row_token, row_head, total = token + row // group, head * group + row % group, tile[_SUM, lane]
+        addresses[lane] = out + row_token * out_row + row_head * out_head
+        tile[_SUM, lane] = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+        result = floats(addresses[lane], size)
         for element in range(turned, size):
-            put_float(target + 4 * element, get_float(outputs + element * width + 4 * lane) * factor)
-        weight = np.float32(math.log(total)) + get_float(maximum + 4 * lane) if total > 0 else np.float32(-np.inf)
-        put_float(lse + own_token * lse_row + 4 * own_head, weight)
-    for vector in range(vectors):
+            result[element] = tile[_QUERIES + size + element, lane] * tile[_SUM, lane]
+        weight = np.float32(math.log(total)) + tile[_MAXIMUM, lane] if total > 0 else np.float32(-np.inf)
+        floats(lse + row_token * lse_row + 4 * row_head, 1)[0] = weight
+    for lane in range(0, lanes, LANES):
+        at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
         for element in range(0, turned, LANES):
-            source = outputs + element * width + 4 * LANES * vector
-            _turn_out(source, sums + 4 * LANES * vector, addresses + 8 * LANES * vector, 4 * element)
+            source = outputs + element * _ROW_BYTES + 4 * lane
+            _turn_out((source, scratch + _SUM * _ROW_BYTES + 4 * lane, at, 4 * element))
 
 
+@Loop
 def attend(address: Any) -> None:
     """Attention of tokens to the segments of keys that each sees, up to its own position.
 
     Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
-    log-sum-exps, bytes of their rows, key heads, query heads of each, elements of a head, window (0: none), address of
-    scale and soft cap (0: none), scratch memory, its bytes for a thread, the positions of all tokens, each head's slope
-    (0: none), whether positions are divided into chunks of the window, the kind of keys' and values' elements,
-    whether jobs may follow.
+    log-sum-exps, bytes of their rows, key heads, query heads of one, elements of a head, window (0: none), address of
+    scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether positions are divided
+    into chunks of the window, the kind of keys' and values' elements, whether jobs may follow, scratch memory, its
+    bytes for a thread.
     A job has 5 integers: first token, tokens, its first segment, the one behind its last, and whether it follows on
     what `out` and the log-sum-exps have for its tokens.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
     """
-    data = numba.carray(address, 27, np.int64)
-    jobs, count, heads, group = data[4], data[5], data[15], data[16]
     part, parts = part_of_thread(address)
-    scratch = data[20] + part * data[21]
-    number = 0
-    for index in range(count):
-        job = jobs + 40 * index
-        rows = get_integer(job + 8) * group
-        for head in range(heads):
-            for first in range(0, rows, TILE_QUERIES):
+    given = operands(address, 23)
+    jobs, group, number = integers(given[0], 5 * given[1]).reshape((given[1], 5)), given[12], 0
+    for index in range(len(jobs)):
+        for head in range(given[11]):
+            for first_row in range(0, jobs[index, 1] * group, TILE_QUERIES):
                 if number % parts == part:
-                    _attend_tile(data, scratch, job, head, first, min(TILE_QUERIES, rows - first))
+                    _attend_tile(given, given[21] + part * given[22], jobs[index], head, first_row)
                 number += 1
     done(address, part)

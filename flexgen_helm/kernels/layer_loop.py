@@ -1,6 +1,6 @@
 """What a layer computes between its products, compiled: norms, rotations, gates, and the storing of new tokens.
 
-Each number is computed by the same operations wherever it is among the others, so rows do not depend on their number.
+Each number is computed by the same operations wherever it is, so rows do not depend on their number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from flexgen_helm.kernels.emit import done, floats, get_integer, njit, part_of_thread
+from flexgen_helm.kernels.emit import Loop, done, floats, integers, njit, operands, part_of_thread
 
 SILU, GELU_TANH, ADD = range(3)
 _ONE = np.float32(1)
@@ -25,38 +25,38 @@ def _sum_of_squares(x: Any, width: Any) -> Any:
     return total
 
 
+@Loop
 def norm_rows(address: Any) -> None:
     """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows.
 
-    Arguments: x, bytes of its rows, y without gaps, weight, rows, width, and the address of eps and more in float32.
+    Arguments: x, bytes of its rows, y without gaps, weight, rows, width, address of eps and more in float32.
     """
-    data = numba.carray(address, 11, np.int64)
-    x_row, count, width = data[5], data[8], data[9]
-    constants, weight = floats(data[10], 2), floats(data[7], width)
     part, parts = part_of_thread(address)
+    source, row_bytes, target, weights, count, width, numbers = operands(address, 7)
+    constants, weight = floats(numbers, 2), floats(weights, width)
     for number in range(count * part // parts, count * (part + 1) // parts):
-        x, y = floats(data[4] + number * x_row, width), floats(data[6] + number * width * 4, width)
+        x, y = floats(source + number * row_bytes, width), floats(target + number * width * 4, width)
         scale = _ONE / np.sqrt(_sum_of_squares(x, width) / np.float32(width) + constants[0])
         for i in range(width):
             y[i] = x[i] * scale * (weight[i] + constants[1])
     done(address, part)
 
 
+@Loop
 def rotate_rows(address: Any) -> None:
     """Rotate the halves of the first `size` elements of each head against each other; the others are copied.
 
     Arguments: x, bytes of its tokens and heads, y without gaps, cosines and sines [tokens, size], tokens, heads,
     elements of a head, size.
     """
-    data = numba.carray(address, 14, np.int64)
-    tokens, heads, width, size = data[10], data[11], data[12], data[13]
     part, parts = part_of_thread(address)
+    source, token_bytes, head_bytes, target, cosines, sines, tokens, heads, width, size = operands(address, 10)
     half = size // 2
     for token in range(tokens * part // parts, tokens * (part + 1) // parts):
-        cos, sin = floats(data[8] + token * size * 4, size), floats(data[9] + token * size * 4, size)
+        cos, sin = floats(cosines + token * size * 4, size), floats(sines + token * size * 4, size)
         for head in range(heads):
-            x = floats(data[4] + token * data[5] + head * data[6], width)
-            y = floats(data[7] + (token * heads + head) * width * 4, width)
+            x = floats(source + token * token_bytes + head * head_bytes, width)
+            y = floats(target + (token * heads + head) * width * 4, width)
             for i in range(half):
                 a, b = x[i], x[i + half]
                 y[i] = a * cos[i] - b * sin[i]
@@ -77,7 +77,7 @@ def _exponential(x: Any) -> Any:
     value = value * rest + np.float32(4.1665795894e-2)
     value = value * rest + np.float32(1.6666665459e-1)
     value = value * rest + np.float32(5.0000001201e-1)
-    value = (value * rest + _ONE) * rest + _ONE
+    value = (value * rest + np.float32(1)) * rest + np.float32(1)
     scale = np.int32(np.int32(np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0) if x < np.float32(-87) else value * scale
 
@@ -89,20 +89,21 @@ def _times_sigmoid(x: Any, z: Any) -> Any:
     return (x * power if z < np.float32(0) else x) / (_ONE + power)
 
 
+@Loop
 def combine_rows(address: Any) -> None:
     """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps, their elements.
 
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
-    data = numba.carray(address, 8, np.int64)
     part, parts = part_of_thread(address)
-    first = data[7] * part // parts
-    count = data[7] * (part + 1) // parts - first
-    x, y = floats(data[5] + 4 * first, count), floats(data[6] + 4 * first, count)
-    if data[4] == SILU:
+    kind, target, source, elements = operands(address, 4)
+    first = elements * part // parts
+    count = elements * (part + 1) // parts - first
+    x, y = floats(target + 4 * first, count), floats(source + 4 * first, count)
+    if kind == SILU:
         for i in range(count):
             x[i] = _times_sigmoid(x[i], x[i]) * y[i]
-    elif data[4] == GELU_TANH:
+    elif kind == GELU_TANH:
         for i in range(count):
             cube = x[i] * x[i] * x[i] * np.float32(0.044715)
             x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * y[i]
@@ -112,33 +113,35 @@ def combine_rows(address: Any) -> None:
     done(address, part)
 
 
+@Loop
 def bias_rows(address: Any) -> None:
     """Add a bias to each row. Arguments: rows without gaps, the bias, rows, width."""
-    data = numba.carray(address, 8, np.int64)
-    bias, count, width = floats(data[5], data[7]), data[6], data[7]
     part, parts = part_of_thread(address)
+    rows, biases, count, width = operands(address, 4)
+    bias = floats(biases, width)
     for number in range(count * part // parts, count * (part + 1) // parts):
-        row = floats(data[4] + number * width * 4, width)
+        row = floats(rows + number * width * 4, width)
         for i in range(width):
             row[i] += bias[i]
     done(address, part)
 
 
+@Loop
 def put_rows(address: Any) -> None:
     """Copy n rows of heads to where a unit of a slot is.
 
     Arguments: rows, bytes of one and of its heads, target, bytes of its slots, units and heads, slots and units (n
-    numbers of 64 bits each), n, heads, elements of a head, which have 32 bits.
+    numbers of 64 bits), n, heads, elements of a head, which have 32 bits.
     """
-    data = numba.carray(address, 16, np.int64)
-    count, heads, width = data[13], data[14], data[15]
     part, parts = part_of_thread(address)
+    given = operands(address, 12)
+    rows, row_bytes, head_bytes, target, slot_bytes, unit_bytes, to_head_bytes = given[:7]
+    slots, units, count, heads, width = given[7:]
+    slot, unit = integers(slots, count), integers(units, count)
     for number in range(count * part // parts, count * (part + 1) // parts):
-        slot, unit = get_integer(data[11] + 8 * number), get_integer(data[12] + 8 * number)
-        target_row = data[7] + slot * data[8] + unit * data[9]
         for head in range(heads):
-            source = floats(data[4] + number * data[5] + head * data[6], width)
-            target = floats(target_row + head * data[10], width)
+            source = floats(rows + number * row_bytes + head * head_bytes, width)
+            to = floats(target + slot[number] * slot_bytes + unit[number] * unit_bytes + head * to_head_bytes, width)
             for i in range(width):
-                target[i] = source[i]
+                to[i] = source[i]
     done(address, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.hardware.process_state import HALVES, switched_off
-from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls, has_amx, multiplies_as_stored
+from flexgen_helm.kernels.amx import amx_matmul, has_amx, multiplies_as_stored
 from flexgen_helm.kernels.few_rows import few_rows_matmul
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -45,14 +45,6 @@ def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     """
     y = amx_matmul(x, weight, bias)
     return few_rows_matmul(x, weight, bias) if y is None else y
-
-
-def linears_as_stored(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """x [T, in] times each of some weights [out, in] of one dtype as they rest on the host, without biases.
-
-    None where one by one is no slower, or there is no way.
-    """
-    return amx_matmuls(x, weights)
 
 
 def column_major(weight: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Runs a compiled function on PyTorch's own OpenMP threads.
+"""Runs a compiled loop on PyTorch's own OpenMP threads.
 
 Threads of another pool would share the cores with PyTorch's, which spin for a while behind each of its operations. A
 hand-over to the OpenMP team takes a few microseconds, one to a pool of Python's dozens.
 
 OpenMP's entry is the one that compilers of the GNU project call (`GOMP_parallel`). Where the library that PyTorch
-loaded has none, the function runs on Python threads.
+loaded has none, a loop runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,15 +25,6 @@ BEGUN, DONE = 1, 2
 # What compiled loops call the types of stored elements.
 BFLOAT16, FLOAT16, FLOAT32 = range(3)
 KINDS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
-
-
-@dataclass(frozen=True)
-class OpenMP:
-    """Entries of the library, the last two as addresses."""
-
-    parallel: ctypes._NamedFuncPointer
-    thread_num: int
-    num_threads: int
 
 
 def empty(shape: Sequence[int]) -> Tensor:
@@ -51,32 +40,25 @@ def team_size(most_threads: int) -> int:
 def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
     """Call the function at `address` on each thread with the header and `arguments`; return when all are done.
 
-    The header has four numbers: the addresses of OpenMP's `omp_get_thread_num` and `omp_get_num_threads`, or zeros and
-    then the part that this thread computes and how many parts there are. Before it is a word for each part, the first
-    one last: 0, `BEGUN`, or `DONE`. OpenMP may start fewer threads than it was asked for.
+    The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and `omp_get_num_threads`, or zeros for
+    one thread alone. Before it is a word for each part of the work, the first one last: 0, `BEGUN`, or `DONE`. OpenMP
+    may start fewer threads than it was asked for.
 
     most_threads: that have something to do; at most PyTorch's number of threads is used.
 
     Raises `LoopError` if a part has begun and was not done: what C calls cannot raise.
     """
     threads = team_size(most_threads)
-    openmp = openmp_library() if threads > 1 else None
-    if openmp is not None:
-        data = array("q", [*[0] * threads, openmp.thread_num, openmp.num_threads, 0, 0, *arguments])
-        openmp.parallel(address, data.buffer_info()[0] + 8 * threads, threads, 0)
-        _check(data[:threads])
-        return
-    function = _function(address)
-    parts = [array("q", [*[0] * threads, 0, 0, part, threads, *arguments]) for part in range(threads)]
-    first, *others = (part.buffer_info()[0] + 8 * threads for part in parts)
-    futures = [thread_pool(threads).submit(function, header) for header in others]
-    function(first)
-    for future in futures:
-        future.result()
-    _check([state for part in parts for state in part[:threads]])
-
-
-def _check(states: Sequence[int]) -> None:
+    openmp = _openmp() if threads > 1 else None
+    if openmp is None:
+        data = array("q", [0, 0, 0, *arguments])
+        _function(address)(data.buffer_info()[0] + 8)
+        states = data[:1]
+    else:
+        parallel, *counts = openmp
+        data = array("q", [*[0] * threads, *counts, *arguments])
+        parallel(address, data.buffer_info()[0] + 8 * threads, threads, 0)
+        states = data[:threads]
     if BEGUN in states or DONE not in states:
         raise LoopError(
             "a compiled loop ended with an error, which is on stderr, so its numbers are not used; "
@@ -84,17 +66,14 @@ def _check(states: Sequence[int]) -> None:
         )
 
 
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 @cache
 def _function(address: int) -> Callable[[int], None]:
-    return _PROTOTYPE(address)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @cache
-def openmp_library() -> OpenMP | None:
-    """Find OpenMP among the libraries that PyTorch has loaded."""
+def _openmp() -> tuple[Callable[..., None], int, int] | None:
+    """Find `GOMP_parallel` among the libraries that PyTorch has loaded, and the addresses of what counts threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         loaded = ctypes.CDLL(str(library))
@@ -106,10 +85,4 @@ def openmp_library() -> OpenMP | None:
     parallel.restype = None
     thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in counts)
     assert thread_num and num_threads
-    return OpenMP(parallel, thread_num, num_threads)
-
-
-@lru_cache(maxsize=1)
-def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return Python threads that compute beside the calling one."""
-    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kernels")
+    return parallel, thread_num, num_threads

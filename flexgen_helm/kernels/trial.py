@@ -1,4 +1,4 @@
-"""Which compiled loops this process uses: those that compile here, and have computed what is known.
+"""Which compiled loops this process uses: those that compile here, and have computed what PyTorch computes.
 
 `FLEXGEN_HELM_LOOPS=0` uses none.
 """
@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from inspect import isfunction
-from pathlib import Path
+from threading import RLock
 from types import ModuleType
+
+import torch
+from torch import Tensor
 
 from flexgen_helm.progress import Message, report
 
-_LOOPS = "flexgen_helm.kernels.compiled"
 # For records: what was tried -> "compiled", or why PyTorch computes it.
 loops_in_use: dict[str, str] = {}
 
@@ -34,44 +35,59 @@ def imported(name: str) -> ModuleType | str:
     return reason
 
 
-def tried(what: str, is_right: Callable[[ModuleType], bool], name: str = _LOOPS) -> ModuleType | None:
-    """Return a module of compiled functions if they compute `what` right; else None, after a sentence.
+class Loops:
+    """Compiled loops of one module, tried before their first use: call it for the module, None if PyTorch computes.
 
-    name: of the module.
+    examples: computations that use them if they may; each is made with and without them.
+    tolerance: of their results, relative and a tenth of it absolute.
     """
-    module = imported(name)
-    if isinstance(module, str):
-        loops_in_use[what] = module
+
+    def __init__(
+        self, what: str, module: str, examples: Callable[[], Iterable[Callable[[], Tensor]]], tolerance: float = 1e-5
+    ) -> None:
+        self._what, self._name, self._examples, self._tolerance = what, module, examples, tolerance
+        self._lock = RLock()
+        self.forget()
+
+    def forget(self) -> None:
+        """Try them again at the next call."""
+        self._module: ModuleType | None = None
+        self._is_decided = self._is_on_trial = False
+
+    def __call__(self) -> ModuleType | None:
+        if not self._is_decided:
+            with self._lock:  # other threads wait for the end of the trial, whose examples call this too
+                if not (self._is_decided or self._is_on_trial):
+                    self._try()
+        return self._module
+
+    def _try(self) -> None:
+        module = imported(self._name)
+        reason: str | None
+        if isinstance(module, str):
+            reason = module
+        elif reason := self._why_not(module):
+            text = f"the compiled loop for {self._what} does not work here, so PyTorch is used, more slowly ({reason})"
+            report(Message(text))
+        self._module = module if reason is None and isinstance(module, ModuleType) else None
+        loops_in_use[self._what] = reason or "compiled"
+        self._is_decided = True
+
+    def _why_not(self, module: ModuleType) -> str | None:
+        self._is_on_trial, self._module = True, module
+        try:
+            for example in self._examples():
+                found = example()
+                self._module = None
+                expected = example()
+                self._module = module
+                if not torch.allclose(found, expected, rtol=self._tolerance, atol=0.1 * self._tolerance):
+                    return "it computes wrong numbers"
+        except Exception as error:  # of a numba or an LLVM that we do not know
+            return _first_line(error)
+        finally:
+            self._is_on_trial = False
         return None
-    reason = _why_not(module, is_right)
-    loops_in_use[what] = reason or "compiled"
-    if reason is None:
-        return module
-    report(Message(f"the compiled loop for {what} does not work here, so PyTorch is used, more slowly ({reason})"))
-    return None
-
-
-def _why_not(module: ModuleType, is_right: Callable[[ModuleType], bool], is_first: bool = True) -> str | None:
-    """Return why a module's functions are not used; None if they may be."""
-    try:
-        return None if is_right(module) else "it computes wrong numbers"
-    except Exception as error:  # of a numba or an LLVM that we do not know
-        if is_first and type(error).__name__ in ("EOFError", "UnpicklingError"):
-            _forget(module, error)
-            return _why_not(module, is_right, is_first=False)
-        return _first_line(error)
-
-
-def _forget(module: ModuleType, error: Exception) -> None:
-    """Delete what numba has kept of the functions in a module's folder, so that it compiles them again."""
-    from numba.core.caching import FunctionCache
-
-    functions = (getattr(value, "py_func", value) for value in vars(module).values())
-    function = next(value for value in functions if isfunction(value) and value.__module__.startswith("flexgen_helm."))
-    folder = Path(FunctionCache(function).cache_path)
-    for path in folder.glob("*.nb[ic]"):
-        path.unlink(missing_ok=True)
-    report(Message(f"what numba kept in {folder} was damaged ({_first_line(error)}); it compiles again"))
 
 
 def _first_line(error: Exception) -> str:

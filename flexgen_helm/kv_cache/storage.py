@@ -164,9 +164,7 @@ def _put_units(specs: SequenceOf[Plane], stored: Planes, index: UnitIndex, plane
     """Put one unit into each of n slots; planes: the new units [n, *shape]."""
     slots, units = index.on(stored[0].device)
     for plane, data, new in zip(specs, stored, planes):
-        target = plane.by_unit(data)
-        if not put_rows(target, slots, units, new):
-            target[slots, units] = new
+        put_rows(plane.by_unit(data), slots, units, new)
 
 
 def _empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:

@@ -266,26 +266,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool = Fals
     weight: [N], of the same precision.
     plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight has.
     """
-    if (out := layer_rows.rms_norm(x, weight, eps, plus_one)) is not None:
-        return out
-    if plus_one and weight is not None:
-        return rms_norm(x.float(), weight.float() + 1.0, eps).to(x.dtype)
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return layer_rows.rms_norm(x, weight, eps, plus_one)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the halves of every head's first elements against each other; x [T, heads, D]."""
-    cos, sin = rotary
-    if (rotated := layer_rows.rotate(x, cos, sin)) is not None:
-        return rotated
-    size = cos.shape[-1]
-    if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], rotary), x[..., size:]), dim=-1)
-    first, second = slice(0, size // 2), slice(size // 2, size)
-    out = x * cos
-    out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
-    out[..., second].addcmul_(x[..., first], sin[..., second])
-    return out
+    return layer_rows.rotate(x, *rotary)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

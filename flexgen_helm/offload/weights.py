@@ -24,9 +24,10 @@ from torch import Tensor
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.threads import ThreadGovernor
+from flexgen_helm.kernels.amx import amx_matmuls
 from flexgen_helm.kernels.few_rows import MOST_ROWS_BESIDE_COPY, few_rows_matmul
 from flexgen_helm.kernels.layer_rows import add_bias
-from flexgen_helm.kernels.products import column_major, linears_as_stored
+from flexgen_helm.kernels.products import column_major
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -406,7 +407,7 @@ class _StageView(StageWeights):
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
         resident = [weight.resident for weight in matrices if weight.resident is not None and weight.fmt is None]
-        products = linears_as_stored(x, resident) if len(resident) == len(names) else None
+        products = amx_matmuls(x, resident) if len(resident) == len(names) else None
         if products is None:
             return super().linears(names, x)
         for name, y in zip(names, products):

@@ -54,6 +54,12 @@ def word_zero_points(bits: int, device: torch.device) -> Tensor:
     return (numbers * ((1 << bits) - 1) / _LAST_ZERO_POINT).float().to(device)
 
 
+@lru_cache(maxsize=8)
+def word_table(bits: int, device: torch.device) -> Tensor:
+    """Scales [512] and then zero points [128] of words, as compiled kernels read them."""
+    return torch.cat((word_scales(device), word_zero_points(bits, device)))
+
+
 def decode_words(words: Tensor, bits: int) -> ScaleOffset:
     """Words [...] (int32) -> scale and offset."""
     scale = word_scales(words.device)[words >> 7]

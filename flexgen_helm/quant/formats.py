@@ -32,7 +32,7 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
     group_size: values of a group, a multiple of 8.
     axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for weights).
     scales: how a group's scale and zero point are stored (`quant.arithmetic`).
-        'pair': scale and minimum, each in FP16: 32 bits a group (the paper's).
+        'pair': scale and minimum in FP16: 32 bits a group (the paper's).
         'word': 9 bits of a logarithmic scale and 7 of the zero point: 16 bits a group. Ranges include zero.
     fit: 'range' takes the scale from minimum and maximum (the paper's); 'error' searches the word of least squared
         error.

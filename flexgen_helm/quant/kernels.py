@@ -7,19 +7,19 @@ disk. The first error of Triton, such as a machine without a C compiler, ends it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
-from flexgen_helm.kernels.team import empty, thread_pool
-from flexgen_helm.kernels.trial import tried
-from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
+from flexgen_helm.kernels.team import empty, run_on_threads
+from flexgen_helm.kernels.trial import Loops
+from flexgen_helm.quant.arithmetic import word_table
 from flexgen_helm.quant.formats import Axis, GroupFormat, Scales
 from flexgen_helm.quant.packing import dequantize, quantize
 
@@ -39,16 +39,11 @@ def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
         if _is_for_triton(packed, out):
             done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))
             return dequantize_with_torch(packed, fmt, out) if done is None else done
-        if _on_cpu(packed, out) and (numba := _numba_kernels()) is not None:
-            return _dequantize(numba, packed, fmt, out)
+        if _on_cpu(packed, out) and (module := loops()) is not None:
+            loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
+            _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
+            return out
     return dequantize_with_torch(packed, fmt, out)
-
-
-def _dequantize(numba: ModuleType, packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
-    kernel = numba.dequantize_rows if fmt.axis == "in" else numba.dequantize_columns
-    data, target, n = packed.numpy(), out.numpy(), fmt.stripe_rows
-    _run_threads(kernel, fmt, len(data), lambda part: (data[part], target[part.start * n : part.stop * n]))
-    return out
 
 
 def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
@@ -73,25 +68,18 @@ def quantized_matmul(
         return None
     if _is_for_triton(packed, x):
         return _with_triton(lambda kernels: kernels.matmul(x, packed, fmt, rows, bias))
-    if x.shape[0] > QUANTIZED_MATMUL_ROWS:
+    if x.shape[0] > QUANTIZED_MATMUL_ROWS or not _on_cpu(packed, x) or (module := loops()) is None:
         return None
-    numba = _numba_kernels() if _on_cpu(packed, x) else None
-    if numba is None:
-        return None
-    y = _product(numba, x, packed, fmt, rows)
+    y = empty((x.shape[0], rows))
+    _run(module.matmul_columns, packed, fmt, [x.data_ptr(), rows, x.shape[1], y.data_ptr(), x.shape[0]])
     return y if bias is None else y.add_(bias)
 
 
-def _product(numba: ModuleType, x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> Tensor:
-    y = empty((x.shape[0], rows))
-    data, given, target, group = packed.numpy(), x.numpy(), y.numpy(), fmt.group_size
-    _run_threads(
-        numba.matmul_columns,
-        fmt,
-        len(data),
-        lambda part: (data[part], given, target[:, part.start * group : part.stop * group]),
-    )
-    return y
+def _run(loop: Any, packed: Tensor, fmt: GroupFormat, operands: list[int]) -> None:
+    stripes = packed.shape[0]
+    table, words = _table(fmt.scales, fmt.bits), fmt.scales == "word"
+    arguments = [packed.data_ptr(), packed.stride(0), stripes, fmt.group_size, fmt.bits, words, table.data_ptr()]
+    run_on_threads(loop.address, [*arguments, *operands], stripes)
 
 
 def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
@@ -109,59 +97,33 @@ def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:
-    return packed.device.type == "cpu" and values.dtype == torch.float32
-
-
-def _run_threads(
-    kernel: Callable[..., None], fmt: GroupFormat, stripes: int, arguments: Callable[[slice], tuple[Any, ...]]
-) -> None:
-    """Run a numba kernel over all stripes, a part of them in every thread."""
-    options = fmt.group_size, fmt.bits, fmt.scales == "word", *_tables(fmt.scales, fmt.bits)
-    threads = torch.get_num_threads()
-    step = -(-stripes // threads)
-    first, *others = [arguments(slice(start, min(start + step, stripes))) for start in range(0, stripes, step)]
-    futures = [thread_pool(threads).submit(kernel, *part, *options) for part in others]
-    kernel(*first, *options)
-    for future in futures:
-        future.result()
+    return packed.device.type == "cpu" and packed.stride(1) == 1 and values.dtype == torch.float32
 
 
 @lru_cache(maxsize=8)
-def _tables(scales: Scales, bits: int) -> tuple[Any, Any]:
-    """The two tables of the numba kernels."""
+def _table(scales: Scales, bits: int) -> Tensor:
+    """What the loops look scales up in."""
     if scales == "word":
-        host = torch.device("cpu")
-        return word_scales(host).numpy(), word_zero_points(bits, host).numpy()
-    float32_of_fp16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    return float32_of_fp16, float32_of_fp16
+        return word_table(bits, torch.device("cpu"))
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
 
 
-@lru_cache(maxsize=1)
-def _numba_kernels() -> ModuleType | None:
-    return tried("dequantization", _is_right, "flexgen_helm.quant.numba_kernels")
-
-
-def _is_right(numba: ModuleType) -> bool:
-    """Compare a matrix of each kind of bytes with PyTorch's dequantization, whose bits it has, and a product."""
+def _examples() -> Iterator[Callable[[], Tensor]]:
+    """A matrix of each kind of bytes, and a product."""
     matrix = torch.arange(16 * 40, dtype=torch.float32, device="cpu").mul(0.37).sin().view(16, 40)
-    formats = [GroupFormat(bits, 16, axis, scales) for bits in (4, 8) for axis in _AXES for scales in _SCALES]
-    for fmt in formats:
+    for fmt in (GroupFormat(bits, 16, axis, scales) for bits in (4, 8) for axis in _AXES for scales in _SCALES):
         packed = quantize(matrix, fmt)
-        expected, values = (torch.empty_like(matrix) for _ in range(2))
-        dequantize_with_torch(packed, fmt, expected)
-        _dequantize(numba, packed, fmt, values)
-        if not torch.equal(values, expected):
-            return False
-        x = matrix[:3]
-        if fmt.axis == "out" and not torch.allclose(_product(numba, x, packed, fmt, 16), x @ expected.t(), atol=1e-5):
-            return False
-    return True
+        yield partial(dequantize_into, packed, fmt, torch.empty_like(matrix))
+        if fmt.axis == "out":
+            yield partial(_product, matrix[:5], packed, fmt)
 
 
-def _triton_launches() -> ModuleType:
-    from flexgen_helm.quant import triton_launches
+def _product(x: Tensor, packed: Tensor, fmt: GroupFormat) -> Tensor:
+    y = quantized_matmul(x, packed, fmt, 16)
+    return x @ dequantize(packed, fmt, 16, x.shape[1]).t() if y is None else y
 
-    return triton_launches
+
+loops = Loops("dequantization", "flexgen_helm.quant.numba_kernels", _examples, tolerance=1e-4)
 
 
 def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
@@ -173,7 +135,7 @@ def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
     if TRITON in switched_off:
         return None
     try:
-        return call(_triton_launches())
+        return call(import_module("flexgen_helm.quant.triton_launches"))
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
             raise

@@ -61,7 +61,7 @@ def assert_same(found, expected, tolerance=TOLERANCE):
 def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak would be."""
     table, rows, *_ = segments
-    if not table.is_own.any() and len(rows) == len(q):
+    if not table.is_prompt.any() and len(rows) == len(q):
         rows[:, 6] = rows[:, 6].max()
         table = replace(table, positions=rows[:, 7] + rows[:, 6] - 1)
     return attend_segments(q, segments._replace(table=table, rows=rows), *rest)

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import numba
 import pytest
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
-from flexgen_helm.kernels import amx, amx_loop, compiled
-from flexgen_helm.kernels.emit import INT32, INT64
+from flexgen_helm.kernels import amx, amx_loop
+from flexgen_helm.kernels.emit import INT32, INT64, LANES, Loop
 
 _BYTE, _FLOATS, _PAIRS = ir.IntType(8), ir.VectorType(ir.FloatType(), 16), ir.VectorType(INT32, 16)
 
@@ -63,7 +60,7 @@ def _floats(builder: Any, pairs: Any, first: bool) -> Any:
     return builder.bitcast(builder.shl(pairs, bits) if first else builder.and_(pairs, bits), _FLOATS)
 
 
-def _multiply(builder: Any, sums: Any, a: Any, b: Any) -> None:
+def _multiply_tiles(builder: Any, sums: Any, a: Any, b: Any) -> None:
     """Add the products of 32 columns: first numbers of pairs and second ones have a sum each (Intel's manual)."""
     zeros, nothing = ir.Constant(_PAIRS, [0] * 16), ir.Constant(_FLOATS, [0.0] * 16)
     parts = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
@@ -81,7 +78,7 @@ def _multiply(builder: Any, sums: Any, a: Any, b: Any) -> None:
         _store(builder, builder.fadd(_load(builder, target), builder.fadd(even, odd)), target)
 
 
-def _call(builder: Any, name: str, arguments: list[Any]) -> None:
+def _call(builder: Any, name: str, *arguments: Any) -> None:
     """Take the place of `amx_loop._call`."""
     match name:
         case "tileloadd64":
@@ -92,28 +89,32 @@ def _call(builder: Any, name: str, arguments: list[Any]) -> None:
             with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (row, _):
                 _store(builder, ir.Constant(_PAIRS, [0] * 16), _row(builder, arguments[0], row, _PAIRS))
         case "tdpbf16ps":
-            _multiply(builder, *arguments)
+            _multiply_tiles(builder, *arguments)
         case "ldtilecfg" | "tilerelease":
             pass
         case _:
             raise NotImplementedError(name)
 
 
-@cache
-def _address_of(function: Any) -> int:
-    """Compile without numba's cache, which would hand the software's code to a processor that has the unit."""
-    return int(numba.cfunc(types.void(types.CPointer(types.int64)), error_model="numpy")(function).address)
+class _Uncached(Loop):
+    """Compiled without numba's cache, which would hand the software's code to a processor that has the unit."""
+
+    def _compile(self, cache: bool) -> int:
+        return super()._compile(cache=False)
+
+
+_multiply_in_software = _Uncached(amx_loop.multiply._function)
 
 
 @contextmanager
 def software_tiles() -> Iterator[None]:
     """Let `kernels.amx` take a processor without the unit for one that has it; skip where vectors are narrower."""
-    if compiled.LANES < 16:
+    if LANES < 16:
         pytest.skip("the loop of the matrix unit has vectors of 16 numbers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amx_loop, "_call", _call)
         patch.setattr(amx, "_has_unit", lambda: True)
-        patch.setattr(compiled, "address_of", _address_of)
-        amx._compiled.cache_clear()
+        patch.setattr(amx_loop, "multiply", _multiply_in_software)
+        amx.loops.forget()
         yield
-    amx._compiled.cache_clear()
+    amx.loops.forget()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.kernels import amx, products, team, trial
+from flexgen_helm.kernels import amx, products
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
@@ -52,7 +52,7 @@ def test_any_shape(rows: int, steps: int, outputs: int, dtype: torch.dtype, has_
     assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("width", [512, 2048, 4096, 14336, 28672])
+@pytest.mark.parametrize("width", [512, 14336, 28672])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_one_sign_are_as_exact_as_the_librarys(width: int, dtype: torch.dtype) -> None:
     """All terms round in the same direction of a growing sum: one long chain would lose a digit."""
@@ -79,15 +79,9 @@ def test_several_matrices_at_once(rows: int, steps: int, outputs: list[int], dty
     torch.set_num_threads(threads)
     found = amx_matmuls(x, weights)
     assert found is not None
-    for y, own in zip(found, weights, strict=True):
-        assert_is_product(y, x, own, None)
-        assert torch.equal(y, amx_matmul(x, own))
-
-
-def test_matrices_of_two_dtypes_are_not_multiplied_at_once() -> None:
-    x, weight = operands(40, 128, 50, torch.float16)
-    assert amx_matmuls(x, [weight, weight.bfloat16()]) is None
-    assert amx_matmuls(x, [weight, weight[:, :64]]) is None
+    for y, matrix in zip(found, weights, strict=True):
+        assert_is_product(y, x, matrix, None)
+        assert torch.equal(y, amx_matmul(x, matrix))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,17 +152,6 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype
         assert torch.equal(amx_matmul(x[rows], weight), results[0][rows])
 
 
-def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where PyTorch's OpenMP has no entry that we know."""
-    x, weight = operands(300, 512, 1024, torch.float16)
-    torch.set_num_threads(3)
-    by_openmp = amx_matmul(x, weight)
-    monkeypatch.setattr(team, "openmp_library", lambda: None)
-    by_python = amx_matmul(x, weight)
-    assert by_openmp is not None and by_python is not None
-    assert torch.equal(by_openmp, by_python)
-
-
 def test_from_several_threads_at_once() -> None:
     cases = [operands(1 + 29 * i % 300, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(30)]
     with ThreadPoolExecutor(4) as pool:
@@ -187,45 +170,19 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amx_matmul(x, weight.t().contiguous().t()) is None
     assert amx_matmul(x, weight[:31]) is None
     assert amx_matmul(x[:0], weight) is None
+    assert amx_matmuls(x, [weight, weight.bfloat16()]) is None
+    assert amx_matmuls(x, [weight, weight[:, :64]]) is None
     monkeypatch.undo()
     assert amx_matmul(x[:2], weight) is None, "vectors are faster for so few"
-
-
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def broken(*given: object) -> list[torch.Tensor]:
-        if fault == "raises":
-            raise AttributeError("no such type in this LLVM")
-        return [torch.zeros(33, 35)]
-
-    messages: list[str] = []
-    x, weight = operands(40, 128, 50, torch.bfloat16)
-    amx._compiled.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(amx, "_multiply", broken)
-            patch.setattr(trial, "report", lambda message: messages.append(message.text))
-            assert amx_matmul(x, weight) is None
-            assert not amx.has_amx()
-            assert_is_product(tiled_linear(x, weight, None), x, weight, None)
-    finally:
-        amx._compiled.cache_clear()
-    (message,) = messages  # said once
-    assert ("no such type in this LLVM" if fault == "raises" else "wrong numbers") in message
-    assert amx_matmul(x, weight) is not None
 
 
 def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = operands(40, 128, 50, torch.bfloat16)
     monkeypatch.setattr(amx, "_has_unit", lambda: False)
-    amx._compiled.cache_clear()
-    try:
-        assert amx_matmul(x, weight) is None
-        assert products.product_library(torch.device("cpu"), torch.float32) != "AMX"
-        assert products.multiplied_dtype(torch.device("cpu"), torch.float32, torch.float16) == torch.float32
-        assert_is_product(tiled_linear(x, weight, None), x, weight, None)
-    finally:
-        amx._compiled.cache_clear()
+    assert amx_matmul(x, weight) is None
+    assert products.product_library(torch.device("cpu"), torch.float32) != "AMX"
+    assert products.multiplied_dtype(torch.device("cpu"), torch.float32, torch.float16) == torch.float32
+    assert_is_product(tiled_linear(x, weight, None), x, weight, None)
 
 
 @pytest.mark.parametrize("width", [64, 1536, 4096, 14336])

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.kernels import layer_rows
-from flexgen_helm.models import decoder
 
-compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
-from flexgen_helm.kernels.emit import done, part_of_thread  # noqa: E402
+layer_loop = pytest.importorskip("flexgen_helm.kernels.layer_loop")
+from flexgen_helm.kernels.emit import Loop, done, part_of_thread  # noqa: E402
 
 SHAPES = {"rows": st.integers(1, 40), "threads": st.integers(1, 3), "seed": st.integers(0, 1 << 16)}
 
@@ -93,7 +92,7 @@ def test_put(rows, threads, seed, heads, width, units):
     expected = target.clone()
     expected.movedim(2, 1)[slots, own_units] = new
     with threads_of(threads):
-        assert layer_rows.put_rows(target.movedim(2, 1), slots, own_units, new)
+        layer_rows.put_rows(target.movedim(2, 1), slots, own_units, new)
     assert torch.equal(target, expected)
 
 
@@ -135,45 +134,55 @@ def test_a_row_does_not_depend_on_its_neighbours(heads):
         assert torch.equal(one(slice(0, 300))[17:18], one(slice(17, 18)))
 
 
-def test_what_does_not_suit_is_left_to_pytorch():
+def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
+    """No loop reads other dtypes, layouts, or fewer elements than it would take for given."""
+    monkeypatch.setattr(layer_rows, "run_on_threads", None)
     x = normal(0, 4, 64)
-    assert layer_rows.rms_norm(x.half(), None, 1e-5, False) is None
-    assert layer_rows.rms_norm(x, normal(1, 64).half(), 1e-5, False) is None
-    assert layer_rows.rms_norm(x.t(), None, 1e-5, False) is None
-    assert layer_rows.rms_norm(x, normal(1, 63), 1e-5, False) is None
-    assert layer_rows.rotate(x.view(4, 2, 32), normal(1, 3, 1, 20), normal(1, 3, 1, 20)) is None
-    assert layer_rows.rotate(x.view(4, 2, 32), normal(1, 4, 1, 40), normal(1, 4, 1, 40)) is None
-    with pytest.raises(RuntimeError, match="size"):
-        layer_rows.add_bias(x.clone(), normal(1, 65))
-    assert layer_rows.rms_norm(x[:0], None, 1e-5, False) is None
+    assert layer_rows.rms_norm(x.half(), None, 1e-5, False).dtype == torch.float16
+    assert layer_rows.rms_norm(x.t(), None, 1e-5, False).shape == (64, 4)
+    assert layer_rows.rms_norm(x[:0], None, 1e-5, False).shape == (0, 64)
     assert layer_rows.gate("relu", x.clone(), x) is None
     assert layer_rows.gate("silu", x[:, :7], x[:, :7]) is None
-    assert layer_rows.rotate(x.view(4, 2, 32).double(), x.view(4, 1, 64), x.view(4, 1, 64)) is None
+    assert (
+        layer_rows.rotate(x.view(4, 2, 32).double(), x.view(4, 1, 64)[..., :32], x.view(4, 1, 64)[..., :32]) is not None
+    )
+    for refused in (
+        lambda: layer_rows.rms_norm(x, normal(1, 63), 1e-5, False),
+        lambda: layer_rows.rotate(x.view(4, 2, 32), normal(1, 3, 1, 20), normal(1, 3, 1, 20)),
+        lambda: layer_rows.add_bias(x.clone(), normal(1, 65)),
+    ):
+        with pytest.raises(RuntimeError):
+            refused()
     one = torch.zeros(1, dtype=torch.int64)
-    assert not layer_rows.put_rows(torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.zeros(1, 3, 4))
+    stored = layer_rows.put_rows(torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.ones(1, 3, 4).byte())
+    assert stored[0, 0].eq(1).all() and stored[0, 1].eq(0).all()
 
 
 @pytest.mark.parametrize("function", ["norm_rows", "rotate_rows", "combine_rows", "bias_rows", "put_rows"])
 def test_a_loop_that_computes_wrong_numbers_is_not_used(function, monkeypatch):
     """The inverse of each trial: a loop that does nothing, as on a processor that we do not know."""
 
+    @Loop
     def nothing(address):
         part, _ = part_of_thread(address)
         done(address, part)
 
-    monkeypatch.setattr(compiled, function, nothing)
-    assert not layer_rows._is_right(compiled)
+    layer_rows.loops.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_loop, function, nothing)
+        assert layer_rows.loops() is None
+    layer_rows.loops.forget()
 
 
 def test_without_the_loops_a_layer_is_the_same(monkeypatch):
     """PyTorch's operations remain for other devices and dtypes."""
     x, weight = normal(0, 5, 96), normal(1, 96)
-    rotary = normal(2, 5, 1, 20), normal(3, 5, 1, 20)
+    cos, sin = normal(2, 5, 1, 20), normal(3, 5, 1, 20)
 
     def results():
-        return decoder.rms_norm(x, weight, 1e-5, plus_one=True), decoder.rotate(x.view(5, 4, 24), rotary)
+        return layer_rows.rms_norm(x, weight, 1e-5, plus_one=True), layer_rows.rotate(x.view(5, 4, 24), cos, sin)
 
     by_loops = results()
-    monkeypatch.setattr(layer_rows, "_compiled", lambda: None)
-    for own, expected in zip(by_loops, results()):
-        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(layer_rows, "loops", lambda: None)
+    for found, expected in zip(by_loops, results()):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -14,9 +14,9 @@ from tests.helpers.paths import ROOT
 SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
 PROCESSORS = {"avx2": f"{SSE},+avx,+avx2,+fma,+f16c", "sse": SSE, "generic": ""}
 TRIALS = """
-from flexgen_helm.kernels import attention, compiled, few_rows, layer_rows
-loops = attention, few_rows, layer_rows
-print(compiled.LANES, compiled.CONVERTS_HALVES, *(loop._is_right(compiled) for loop in loops))
+from flexgen_helm.kernels import attention, emit, few_rows, layer_rows
+from flexgen_helm.quant import kernels
+print(emit.LANES, emit.CONVERTS_HALVES, *(of.loops() is not None for of in (attention, few_rows, layer_rows, kernels)))
 """
 
 
@@ -30,13 +30,13 @@ def test_trials_on_a_lesser_processor(tmp_path, name: str) -> None:
         env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["8", str(name == "avx2"), *["True"] * 3]
+    assert done.stdout.split() == ["8", str(name == "avx2"), *["True"] * 4]
 
 
 def test_loops_work_where_what_was_compiled_has_no_room(tmp_path) -> None:
     """A full disk, or `ulimit -f`: they are compiled in each process, and still used."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + (
-        "from flexgen_helm.kernels import compiled, layer_rows; print(layer_rows._compiled() is compiled)"
+        "from flexgen_helm.kernels import few_rows; print(few_rows.loops() is not None)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,

@@ -130,14 +130,6 @@ def test_constants_survive_exactly(axis, value):
     assert torch.equal(dequantize(quantize(values, fmt), fmt, 70, 70), values.half().float())
 
 
-def test_values_far_from_each_other_and_subnormal_scales():
-    tiny = torch.tensor([[0.0, 1e-7] * 32])
-    fmt = GroupFormat(4, 64)
-    assert (dequantize(quantize(tiny, fmt), fmt, 1, 64) - tiny).abs().max() <= 2**-15
-    wide = torch.tensor([[-65504.0, 65504.0] * 32])
-    assert (dequantize(quantize(wide, fmt), fmt, 1, 64) - wide).abs().max() <= 64
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fmt", [PAPER, OURS], ids=["paper", "ours"])
 def test_values_that_are_not_finite_are_refused(bad, fmt):
@@ -215,17 +207,6 @@ def test_the_fit_of_a_part_is_that_of_the_whole(monkeypatch):
     assert torch.equal(whole[0], in_parts[0]) and torch.equal(whole[1], in_parts[1])
 
 
-def test_the_fit_is_much_better_than_the_range():
-    values = matrix(192, 320, 0.02)
-
-    def error(fmt):
-        return float((dequantize(quantize(values, fmt), fmt, 192, 320) - values).square().mean())
-
-    # At the same 4.5 bits.
-    assert OURS.packed_bytes(192, 320) == PAPER.packed_bytes(192, 320) == 4.5 / 8 * 192 * 320
-    assert error(OURS) < 0.7 * error(GroupFormat(4, 64, "in"))
-
-
 KERNELS = [PAPER, OURS, GroupFormat(4, 64, "in"), GroupFormat(4, 128, "in", "word"), EIGHT, ROWS_IN_EIGHT]
 KERNELS += [GroupFormat(8, 24, "out", "pair"), GroupFormat(8, 64, "in", "pair")]
 WITHOUT_KERNEL = GroupFormat(3, 64, "out")
@@ -283,7 +264,7 @@ def test_the_numba_kernels_are_used(monkeypatch):
             dequantize_into(quantize(matrix(64, 64), fmt), fmt, torch.empty(64, 64))
         with pytest.raises(TypeError):
             dequantize_into(quantize(matrix(64, 64), WITHOUT_KERNEL), WITHOUT_KERNEL, torch.empty(64, 64))
-    monkeypatch.setattr(kernels, "_numba_kernels", lambda: None)
+    monkeypatch.setattr(kernels, "loops", lambda: None)
     assert torch.equal(dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64))
 
 
