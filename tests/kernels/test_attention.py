@@ -128,6 +128,20 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     assert out[12:20].isnan().all()
 
 
+def test_the_same_bits_on_any_number_of_threads() -> None:
+    q, k, v = (torch.randn(500, heads, 64) for heads in (6, 2, 2))
+    table = SegmentTable.of([TokenGroup(0, 300, ()), TokenGroup(300, 200, ())], [*range(300), *range(200)], [])
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(attend_segments(q, table.at([], (k, v)), 0.125))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
 def test_the_same_bits_whoever_decodes_beside_it() -> None:
     """A window begins elsewhere for each token of a tile."""
     positions, pair = [300, 420, 350, 301, 777], tuple(torch.randn(2, 300, 64) for _ in "kv")
