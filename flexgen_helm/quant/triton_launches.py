@@ -1,7 +1,4 @@
-"""Triton kernels for packed bytes on CUDA devices, and how a matrix is divided among their programs.
-
-4 or 8 bits, any axis and scales (layout: `quant.packing`).
-"""
+"""Launches of the Triton kernels: how a matrix is divided among programs, by its sizes and the device."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_helm.quant.arithmetic import word_table
+from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat
+
+# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
 
 @triton.jit
@@ -31,24 +30,33 @@ def _codes(at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.conste
 
 
 @triton.jit
-def _scale_and_offset(at: tl.tensor, apart: tl.tensor, inside: tl.tensor, table: tl.tensor, pairs: tl.constexpr) -> Any:
-    """Scale and offset of groups: of the words at `at`, or of pairs, whose second numbers are `apart` numbers on."""
+def _scale_and_offset(
+    numbers: tl.tensor,
+    index: tl.tensor,
+    offset_index: tl.tensor,
+    inside: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    pairs: tl.constexpr,
+) -> Any:
+    """Scale and offset of groups: of words, or of pairs, by their indices among the 16-bit numbers at `numbers`."""
     if pairs:
-        at = at.to(tl.pointer_type(tl.float16))
-        scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        offset = tl.load(at + apart, mask=inside, other=0.0).to(tl.float32)
+        at = numbers.to(tl.pointer_type(tl.float16))
+        scale = tl.load(at + index, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(at + offset_index, mask=inside, other=0.0).to(tl.float32)
     else:
-        word = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=inside, other=0).to(tl.int32)
-        scale = tl.load(table + (word >> 7))
-        offset = -(tl.load(table + 512 + (word & 127)) * scale)
+        word = tl.load(numbers.to(tl.pointer_type(tl.uint16)) + index, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scales + (word >> 7))
+        offset = -(tl.load(zero_points + (word & 127)) * scale)
     return scale, offset
 
 
 @triton.jit
-def dequantize(
+def dequantize_out(
     packed: tl.tensor,
     out: tl.tensor,
-    table: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     stripe_bytes: tl.tensor,
@@ -56,51 +64,90 @@ def dequantize(
     bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
-    along_rows: tl.constexpr,
+    chunks: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Axis 'out': one stripe, `chunks` runs of `vector` columns."""
+    half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
+    stripe = tl.program_id(0).to(tl.int64)
+    data = packed + stripe * stripe_bytes
+    place = (tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :]
+    column = (tl.program_id(1) * (chunks * vector) + place)[None, :, :]
+    lane = tl.arange(0, lanes)[:, None, None]
+    inside = column < width
+    numbers = data + code_bytes * width
+    scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
+    codes_at = data + lane * width + column
+    low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
+    row = stripe * group + lane
+    at = out + row * width + column
+    tl.store(at, low * scale + offset, mask=(lane < half) & (row < rows) & inside)
+    at += tl.cast(half, tl.int64) * width
+    tl.store(at, high * scale + offset, mask=(lane < half) & (row + half < rows) & inside)
+
+
+@triton.jit
+def dequantize_in(
+    packed: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stripe_bytes: tl.tensor,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    lanes: tl.constexpr,
+    pairs: tl.constexpr,
     chunks: tl.constexpr,
     vector: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    """Axis 'out': one stripe, `chunks` runs of `vector` columns.
-
-    Axis 'in' (`along_rows`): `block_rows` rows, `chunks` runs of `vector` bytes of each.
-    """
+    """Axis 'in': `block_rows` rows, `chunks` runs of `vector` bytes of each."""
     half: tl.constexpr = group // 2
     code_bytes: tl.constexpr = group * bits // 8
-    first, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1) * chunks + tl.arange(0, chunks)
-    if along_rows:
-        per_group: tl.constexpr = lanes // vector
-        row = (first * block_rows + tl.arange(0, block_rows))[:, None, None]
-        number = (chunk // per_group)[None, :, None]
-        lane = (chunk % per_group * vector)[None, :, None] + tl.arange(0, vector)[None, None, :]
-        column, groups, stripe = number * group + lane, tl.cdiv(width, group), row
-        scale_at, apart = groups * code_bytes + (1 + pairs) * 2 * number, 1
-        codes_at, high_apart = number * code_bytes + lane, half
-        has_scale = (row < rows) & (number < groups)
-        inside = has_scale & (lane < half)
-        low_inside, high_inside, on = inside & (column < width), inside & (column + half < width), half
-    else:
-        lane, stripe = tl.arange(0, lanes)[:, None, None], first
-        column = (chunk * vector)[None, :, None] + tl.arange(0, vector)[None, None, :]
-        row, has_scale = stripe * group + lane, column < width
-        scale_at, apart = code_bytes * width + 2 * column, width  # type: ignore[assignment]
-        codes_at, high_apart = lane * width + column, half * width
-        inside = has_scale & (lane < half)
-        low_inside, high_inside = inside & (row < rows), inside & (row + half < rows)
-        on = tl.cast(half, tl.int64) * width
-    data = packed + stripe * stripe_bytes
-    scale, offset = _scale_and_offset(data + scale_at, apart, has_scale, table, pairs)  # type: ignore[arg-type]
-    low, high = _codes(data + codes_at, data + codes_at + high_apart, inside, bits)
+    groups = tl.cdiv(width, group)
+    row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
+    per_group: tl.constexpr = lanes // vector
+    chunk = (tl.program_id(1) * chunks + tl.arange(0, chunks))[None, :, None]
+    number, lane = chunk // per_group, chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
+    inside = (row < rows) & (number < groups)
+    data = packed + row * stripe_bytes
+    numbers, index = data + groups * code_bytes, (1 + pairs) * number
+    scale, offset = _scale_and_offset(numbers, index, index + 1, inside, scales, zero_points, pairs)
+    inside = inside & (lane < half)
+    codes_at = data + (number * code_bytes + lane)
+    low, high = _codes(codes_at, codes_at + half, inside, bits)
+    column = number * group + lane
     at = out + row * width + column
-    tl.store(at, low * scale + offset, mask=low_inside)
-    tl.store(at + on, high * scale + offset, mask=high_inside)
+    tl.store(at, low * scale + offset, mask=inside & (column < width))
+    tl.store(at + half, high * scale + offset, mask=inside & (column + half < width))
+
+
+@triton.jit
+def _store(
+    y: tl.tensor,
+    bias: tl.tensor,
+    value: tl.tensor,
+    row: tl.tensor,
+    token: tl.tensor,
+    rows: tl.tensor,
+    inside: tl.tensor,
+    has_bias: tl.constexpr,
+) -> None:
+    """Write sums of the products of rows `row` and tokens `token`."""
+    if has_bias:
+        value += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(y + token * rows + row, value, mask=inside & (row < rows))
 
 
 @triton.jit
 def matvec(
     x: tl.tensor,
     packed: tl.tensor,
-    table: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
     tokens: tl.tensor,
@@ -128,37 +175,34 @@ def matvec(
     numbers = data + code_bytes * width
     j, token = tl.arange(0, lanes), tl.arange(0, padded_tokens)
     lane, of_token = j[None, :, None, None], token[:, None, None, None]
-    index = ((tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :])[None, None, :, :]
+    place = ((tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :])[None, None, :, :]
     low_sum = tl.zeros((padded_tokens, lanes, chunks), tl.float32)
     high_sum = tl.zeros((padded_tokens, lanes, chunks), tl.float32)
     constant = tl.zeros((padded_tokens, chunks), tl.float32)
     first = split * split_steps
     for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(width, chunks * vector))):
-        column = step * (chunks * vector) + index
+        column = step * (chunks * vector) + place
         inside = column < width
         codes_at = data + lane * width + column
         low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
-        scale, offset = _scale_and_offset(numbers + 2 * column, width, inside, table, pairs)
+        scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
         given = tl.load(x + of_token * width + column, mask=(of_token < tokens) & inside, other=0.0).to(tl.float32)
         constant += tl.sum(tl.sum(given * offset, 3), 1)
         low_sum += tl.sum(low * (given * scale), 3)
         high_sum += tl.sum(high * (given * scale), 3)
     constants = tl.sum(constant, 1)[:, None]
+    target = y + split.to(tl.int64) * tokens * rows
     row, inside = stripe * group + j[None, :], (j < half)[None, :] & (token < tokens)[:, None]
-    low, high = tl.sum(low_sum, 2) + constants, tl.sum(high_sum, 2) + constants
-    if has_bias:
-        low += tl.load(bias + row, mask=(row < rows) & (split == 0), other=0.0).to(tl.float32)
-        high += tl.load(bias + row + half, mask=(row + half < rows) & (split == 0), other=0.0).to(tl.float32)
-    at = y + (split.to(tl.int64) * tokens + token[:, None]) * rows + row
-    tl.store(at, low, mask=inside & (row < rows))
-    tl.store(at + half, high, mask=inside & (row + half < rows))
+    _store(target, bias, tl.sum(low_sum, 2) + constants, row, token[:, None], rows, inside, has_bias)
+    _store(target, bias, tl.sum(high_sum, 2) + constants, row + half, token[:, None], rows, inside, has_bias)
 
 
 @triton.jit
 def tiles(
     x: tl.tensor,
     packed: tl.tensor,
-    table: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
     tokens: tl.tensor,
@@ -197,8 +241,9 @@ def tiles(
         codes_at = data[:, None] + column[None, :]
         low, high = _codes(codes_at, codes_at + half * width, whole[:, None] & inside[None, :], bits)
         of_stripe = (stripe * group < rows)[:, None] & inside[None, :]
-        scales_at = numbers[:, None] + 2 * column[None, :]
-        scale, offset = _scale_and_offset(scales_at, width, of_stripe, table, pairs)
+        scale, offset = _scale_and_offset(
+            numbers[:, None], column[None, :], column[None, :] + width, of_stripe, scales, zero_points, pairs
+        )
         scale = tl.broadcast_to(scale[:, None, :], (block_stripes, lanes, block))
         offset = tl.broadcast_to(offset[:, None, :], (block_stripes, lanes, block))
         scale, offset = tl.reshape(scale, (byte_rows, block)), tl.reshape(offset, (byte_rows, block))
@@ -208,13 +253,33 @@ def tiles(
         high_weights = (high * scale + offset).to(given.dtype)
         low_sum = tl.dot(low_weights, given, low_sum, input_precision="ieee")
         high_sum = tl.dot(high_weights, given, high_sum, input_precision="ieee")
+    target = y + split.to(tl.int64) * tokens * rows
     row, inside = (stripe_of_row * group + j)[:, None], (j < half)[:, None] & (token < tokens)[None, :]
+    _store(target, bias, low_sum, row, token[None, :], rows, inside, has_bias)
+    _store(target, bias, high_sum, row + half, token[None, :], rows, inside, has_bias)
+
+
+@triton.jit
+def join(
+    partial: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    count: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    has_bias: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Add the partial sums [splits, count] and the bias."""
+    index = tl.program_id(0) * block + tl.arange(0, block)
+    inside = index < count
+    total, at = tl.zeros((block,), tl.float32), partial + index
+    for _ in tl.range(0, splits):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += count
     if has_bias:
-        low_sum += tl.load(bias + row, mask=(row < rows) & (split == 0), other=0.0).to(tl.float32)
-        high_sum += tl.load(bias + row + half, mask=(row + half < rows) & (split == 0), other=0.0).to(tl.float32)
-    at = y + (split.to(tl.int64) * tokens + token[None, :]) * rows + row
-    tl.store(at, low_sum, mask=inside & (row < rows))
-    tl.store(at + half, high_sum, mask=inside & (row + half < rows))
+        total += tl.load(bias + index % rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + index, total, mask=inside)
 
 
 # Columns of a step of a product by tiles, by rows of x: what registers and shared memory hold without a spill. More
@@ -226,7 +291,7 @@ TILE_TOKENS = 64
 _TILE_ROWS = 64
 # Bytes of the vector loads of x and of the scales, and of the vector stores.
 _VECTOR_BYTES = 16
-# Byte rows times rows of x of a thread in a matvec; it has two accumulators for one, and more would not fit into its
+# Byte rows times rows of x of a thread in a matvec; it has two accumulators for each, and more would not fit into its
 # registers. So it takes 2 rows of x with groups of 32, and tensor cores take more: unpacking costs 2.5 instructions a
 # weight for either, rounding it to 16 bits for tensor cores about 3 more, and multiply-adds 1 for every row of x.
 _THREAD_SUMS = 32
@@ -235,9 +300,16 @@ _THREAD_CODES = 128  # bytes of codes of a thread's step, times rows of x
 _MATVEC_WARPS = 16
 # Bytes that partial sums may add to those of the packed matrix, as its reciprocal: written and read, 10 % in all.
 _PARTIAL_SHARE = 10
-# Most rows of x for which reading the packed codes again, for every `TILE_TOKENS`, is estimated to be faster than
-# dequantizing once: with tensor cores, as on an H100 or an RTX 3090, and without, as on a T4. No GPU has measured it.
-ROWS_WITH_TENSOR_CORES, ROWS = 192, 32
+_JOINED = 1024  # sums of a program that joins
+
+# What decides how many rows of x are worth reading codes again instead of dequantizing once.
+# Instructions of a tile for each weight by rows of x, with tensor cores: counted in the machine code for sm_80 to 90.
+# Without them (float32, and before Ampere, where Triton has no tensor-core product) a row takes one multiply-add.
+_TENSOR_CORE_INSTRUCTIONS = {16: 7.1, 32: 8.1, 64: 9.4}
+_LANES = 128  # instructions of a processor and clock, in threads
+# Share of the peak that loops of Triton reach. Assumed: no GPU has measured it.
+_EFFICIENCY = 0.7
+_PACKED_BYTES = 9 / 16  # of a weight, with 16 bits of scales for 32 values
 
 
 @dataclass(frozen=True)
@@ -246,10 +318,52 @@ class Device:
 
     processors: streaming multiprocessors.
     has_tensor_cores: Triton can use them: from Ampere on, and for 16 bits.
+    rows_16_bits, rows_float32: most rows of x for which products read the codes (`direct_rows`).
     """
 
     processors: int
     has_tensor_cores: bool
+    rows_16_bits: int = TILE_TOKENS
+    rows_float32: int = TILE_TOKENS
+
+    def rows(self, dtype: torch.dtype) -> int:
+        return self.rows_16_bits if dtype.itemsize == 2 else self.rows_float32
+
+
+def direct_rows(
+    capability: tuple[int, int], processors: int, clock: float, memory_bytes_s: float, element_bytes: int
+) -> int:
+    """Return the most rows of x for which a product that reads codes is faster than one that dequantizes first.
+
+    Both take what is longest: memory traffic, instructions, or multiply-adds, for each weight. Reading codes moves
+    `_PACKED_BYTES` for every `TILE_TOKENS` rows. Dequantizing moves them once, and the weight twice.
+
+    capability: of computing; clock: Hz; element_bytes: of x.
+    """
+    has_tensor_cores = capability >= (8, 0) and element_bytes == 2
+    clocks = processors * clock
+    # Multiply-adds of a processor and clock: in float32, and by tensor cores with sums in float32 (GeForce's for 8.6).
+    fma = clocks * (64 if capability <= (8, 0) else 128)
+    tensor_fma = clocks * {(7, 5): 512, (8, 0): 1024, (9, 0): 2048}.get(capability, 256 if capability[1] else 2048)
+    library_fma = tensor_fma if element_bytes == 2 else fma
+
+    def reading_codes(rows: int) -> float:
+        seconds = 0.0
+        for first in range(0, rows, TILE_TOKENS):
+            tile = next(size for size in _TENSOR_CORE_INSTRUCTIONS if size >= min(rows - first, TILE_TOKENS))
+            instructions, rate = (tile + 1, fma) if not has_tensor_cores else (tile, tensor_fma)
+            loop = instructions / rate
+            if has_tensor_cores:
+                loop = max(loop, _TENSOR_CORE_INSTRUCTIONS[tile] / (clocks * _LANES))
+            seconds += max(_PACKED_BYTES / memory_bytes_s, loop / _EFFICIENCY)
+        return seconds
+
+    def dequantizing(rows: int) -> float:
+        reading = element_bytes / memory_bytes_s
+        return (_PACKED_BYTES + element_bytes) / memory_bytes_s + max(reading, rows / library_fma)
+
+    sizes = (*_TENSOR_CORE_INSTRUCTIONS, *range(2 * TILE_TOKENS, 5 * TILE_TOKENS, TILE_TOKENS))
+    return max((rows for rows in sizes if reading_codes(rows) <= dequantizing(rows)), default=16)
 
 
 @dataclass(frozen=True)
@@ -275,17 +389,19 @@ class Launch:
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
     """Plan the launch that dequantizes a matrix [rows, width] into `dtype`."""
     constants = _format_constants(fmt)
-    along_rows, lanes, vector = fmt.axis == "in", constants["lanes"], _VECTOR_BYTES // dtype.itemsize
-    if along_rows:
-        vector = min(vector, lanes)
-        row_chunks = fmt.stripe_groups(width) * (lanes // vector)
-    else:
-        row_chunks = triton.cdiv(width, vector)
+    lanes, vector = constants["lanes"], _VECTOR_BYTES // dtype.itemsize
+    if fmt.axis == "out":
+        chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
+        constants |= {"chunks": chunks, "vector": vector}
+        grid = fmt.num_stripes(rows), triton.cdiv(width, chunks * vector)
+        return Launch(dequantize_out, grid, constants, max(1, min(8, chunks * lanes // 512)))
+    vector = min(vector, lanes)
+    row_chunks = fmt.stripe_groups(width) * (lanes // vector)
     chunks = min(128, _power_of_two(row_chunks))
-    block_rows = min(_power_of_two(rows), 512 // chunks) if along_rows else fmt.group_size
-    warps = 4 if along_rows else max(1, min(8, chunks * lanes // 512))
-    constants |= {"along_rows": along_rows, "chunks": chunks, "vector": vector, "block_rows": block_rows}
-    return Launch(dequantize, (triton.cdiv(rows, block_rows), triton.cdiv(row_chunks, chunks)), constants, warps)
+    block_rows = min(_power_of_two(rows), 512 // chunks)
+    constants |= {"chunks": chunks, "vector": vector, "block_rows": block_rows}
+    grid = triton.cdiv(rows, block_rows), triton.cdiv(row_chunks, chunks)
+    return Launch(dequantize_in, grid, constants, 4)
 
 
 @lru_cache(maxsize=1024)
@@ -322,18 +438,18 @@ def plan_product(
         programs = triton.cdiv(rows, stripes * fmt.group_size)
         kernel, steps = tiles, triton.cdiv(width, block)
         constants |= {"block": block, "block_stripes": stripes}
-    # Adding partial sums up is more launches, so half of the warps are enough.
+    # Joining partial sums is one more launch, so half of the warps are enough.
     splits = min(triton.cdiv(warps_wanted, programs * warps), steps, most_splits)
     splits = splits if 2 * programs * warps < warps_wanted else 1
     split_steps = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, split_steps)
-    constants |= {"has_bias": has_bias, "padded_tokens": padded}
+    constants |= {"has_bias": has_bias and splits == 1, "padded_tokens": padded}
     return Launch(kernel, (programs, splits), constants, warps, split_steps)
 
 
 def most_rows(device: torch.device, dtype: torch.dtype) -> int:
     """Return the most rows of x in `dtype` that `matmul` takes on a device."""
-    return ROWS_WITH_TENSOR_CORES if _describe(device).has_tensor_cores and dtype.itemsize == 2 else ROWS
+    return _describe(device).rows(dtype)
 
 
 def partial_splits(fmt: GroupFormat, tokens: int, rows: int, width: int) -> int:
@@ -346,7 +462,7 @@ def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     rows, width = out.shape
     with _on_device(packed):
         launch = plan_dequantize(fmt, rows, width, out.dtype)
-        launch.run(packed, out, word_table(fmt.bits, packed.device), rows, width, packed.stride(0), fused=False)
+        launch.run(packed, out, *_tables(fmt, packed), rows, width, packed.stride(0), fused=False)
     return out
 
 
@@ -370,11 +486,13 @@ def _multiply(x: Tensor, y: Tensor, packed: Tensor, fmt: GroupFormat, bias: Tens
     launch = plan_product(fmt, tokens, rows, width, x.dtype, bias is not None, _describe(device))
     splits = launch.grid[1]
     target = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=device)
+    given_bias = x if bias is None else bias
     sizes = tokens, rows, width, packed.stride(0), launch.split_steps
-    table = word_table(fmt.bits, device)
-    launch.run(x, packed, table, x if bias is None else bias, target, *sizes, fused=True)
+    launch.run(x, packed, *_tables(fmt, packed), given_bias, target, *sizes, fused=True)
     if splits > 1:
-        y.copy_(target.sum(0))
+        constants = {"has_bias": bias is not None, "block": _JOINED}
+        joining = Launch(join, (triton.cdiv(tokens * rows, _JOINED), 1), constants, num_warps=4)
+        joining.run(target, given_bias, y, tokens * rows, rows, splits, fused=True)
 
 
 def _format_constants(fmt: GroupFormat) -> dict[str, Any]:
@@ -387,12 +505,22 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def _tables(fmt: GroupFormat, packed: Tensor) -> tuple[Tensor, Tensor]:
+    return word_scales(packed.device), word_zero_points(fmt.bits, packed.device)
+
+
 @lru_cache(maxsize=8)
 def _describe(device: torch.device) -> Device:
     if device.type != "cuda":  # in Triton's interpreter
         return Device(1, True)
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.major >= 8)
+    capability, processors = (properties.major, properties.minor), properties.multi_processor_count
+    clock = 1e3 * properties.clock_rate
+    memory_bytes_s = 2 * 1e3 * properties.memory_clock_rate * properties.memory_bus_width / 8  # double data rate
+    if not clock * memory_bytes_s:  # some virtual machines do not say
+        return Device(processors, capability >= (8, 0))
+    rows = (direct_rows(capability, processors, clock, memory_bytes_s, element_bytes) for element_bytes in (2, 4))
+    return Device(processors, capability >= (8, 0), *rows)
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:

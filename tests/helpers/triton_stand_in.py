@@ -11,21 +11,27 @@ from flexgen_helm.quant.triton_launches import Launch
 
 def written(launch: Launch) -> int:
     """Return which argument of a launch its kernel writes."""
-    return 1 if launch.kernel.__name__ == "dequantize" else 4
+    name = launch.kernel.__name__
+    return 2 if name == "join" else 1 if name.startswith("dequantize") else 5
 
 
 def run(launch: Launch, *arguments: Any, fused: bool) -> None:
     """Stand in for `Launch.run`."""
     given, name = launch.constants, launch.kernel.__name__
-    axis, scales = "in" if given.get("along_rows") else "out", "pair" if given["pairs"] else "word"
+    if name == "join":
+        partial, bias, y, _, _, splits = arguments
+        total = partial[:splits].sum(0)
+        y.copy_(total + bias.float() if given["has_bias"] else total)
+        return
+    axis, scales = "in" if name.endswith("_in") else "out", "pair" if given["pairs"] else "word"
     fmt = GroupFormat(4, given["group"], axis, scales)
-    if name == "dequantize":
-        packed, out, _, rows, width, _ = arguments
+    if name.startswith("dequantize"):
+        packed, out, _, _, rows, width, _ = arguments
         out.copy_(dequantize(packed, fmt, rows, width))
         return
-    x, packed, _, bias, y, tokens, rows, width, _, _ = arguments
+    x, packed, _, _, bias, y, tokens, rows, width, _, _ = arguments
     weights = dequantize(packed, fmt, rows, width)
-    if name == "tiles":
+    if name.startswith("tiles"):
         weights = weights.to(x.dtype).float()
     total = x.float() @ weights.t()
     if given["has_bias"]:

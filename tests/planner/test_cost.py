@@ -176,9 +176,11 @@ def test_the_rows_of_fused_products_are_the_kernels_own():
 
     assert placement.FUSED_ROWS_ON_CPUS == kernels.QUANTIZED_MATMUL_ROWS
     pytest.importorskip("triton")
-    from flexgen_helm.quant.triton_launches import ROWS, ROWS_WITH_TENSOR_CORES
+    from flexgen_helm.quant.triton_launches import direct_rows
 
-    assert (ROWS_WITH_TENSOR_CORES, ROWS) == (placement.FUSED_ROWS_WITH_TENSOR_CORES, placement.FUSED_ROWS_ON_DEVICES)
+    # An H100, the one with tensor cores that takes fewest rows together with the RTX 3090; and a T4.
+    assert direct_rows((9, 0), 132, 1.83e9, 3.35e12, 2) == placement.FUSED_ROWS_WITH_TENSOR_CORES
+    assert direct_rows((7, 5), 40, 1.59e9, 320e9, 2) == placement.FUSED_ROWS_ON_DEVICES
     assert [load_profile(name).gpu.has_bfloat16 for name in ("t4", "rtx3090", "a100", "h100")] == [False, *3 * [True]]
 
 

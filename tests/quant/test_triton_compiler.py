@@ -62,8 +62,9 @@ def launch(monkeypatch, capability, fmt, tokens, dtype, rows=ROWS, width=WIDTH):
 def check(monkeypatch, tmp_path, capability, fmt, tokens, dtype, width=WIDTH):
     launched = launch(monkeypatch, capability, fmt, tokens, dtype, width=width)
     tensor_cores = capability >= 80 and dtype != torch.float32
-    (launched,) = launched  # however large the matrix is
-    kernel = launched.kernel
+    # A product may join partial sums; nothing else is launched, however large the matrix is.
+    assert len(launched) == 1 or (tokens and [one.kernel.name for one in launched[1:]] == ["join"])
+    kernel = launched[0].kernel
     # Codes are loaded from 8 a load on, none byte by byte.
     loads = instructions(kernel, r"ld\.global|cp\.async\.c[ag]")
     assert loads and not any(name.endswith(("b8", "u8", "s8")) for name in loads)
@@ -138,13 +139,17 @@ def undescribed_devices():
 def test_launches_are_made_on_the_tensors_device(monkeypatch, undescribed_devices):
     entered = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device))
-    properties = SimpleNamespace(multi_processor_count=40, major=7), SimpleNamespace(multi_processor_count=132, major=9)
+    rates = dict(clock_rate=1_590_000, memory_clock_rate=5_001_000, memory_bus_width=256)
+    properties = (
+        SimpleNamespace(multi_processor_count=40, major=7, minor=5, **rates),
+        SimpleNamespace(multi_processor_count=132, major=9, minor=0, **{**rates, "clock_rate": 0}),
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
     second = torch.device("cuda:1")
     triton_launches._on_device(SimpleNamespace(is_cuda=True, device=second))
     assert entered == [second]
-    rows = [triton_launches.most_rows(torch.device(f"cuda:{number}"), torch.float16) for number in range(2)]
-    assert rows == [32, 192] and triton_launches.most_rows(second, torch.float32) == 32
+    assert triton_launches._describe(torch.device("cuda:0")) == triton_launches.Device(40, False, 32, 128)
+    assert triton_launches._describe(second) == triton_launches.Device(132, has_tensor_cores=True), "it does not say"
 
 
 @pytest.mark.parametrize("fmt", [OURS, PAPER], ids=str)
@@ -165,20 +170,47 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
         y = triton_launches.matmul(x, packed, fmt, rows, bias)
         assert torch.allclose(y, x @ weights.t() + bias, atol=1e-4)
     # The columns of the second product are split, unless the bound on partial sums forbids it.
-    assert launches[2].grid[1] > 1 or tokens > 1
+    joined = launches[-1].kernel is triton_launches.join
+    assert joined == (launches[2].grid[1] > 1) and (joined or tokens > 1)
 
 
 def test_products_with_no_rows_and_with_many(monkeypatch):
-    monkeypatch.setattr(triton_launches, "ROWS", 192)
-    monkeypatch.setattr(triton_launches, "_describe", lambda _: triton_launches.Device(8, False))
+    device = triton_launches.Device(8, has_tensor_cores=False, rows_16_bits=32, rows_float32=192)
+    monkeypatch.setattr(triton_launches, "_describe", lambda _: device)
     launches = []
     monkeypatch.setattr(
         triton_launches.Launch, "run", lambda self, *a, **k: launches.append(self) or run(self, *a, **k)
     )
     packed, x = quantize(torch.randn(64, 64), OURS), torch.randn(192, 64)
     assert triton_launches.matmul(x[:0], packed, OURS, 64).shape == (0, 64) and not launches
-    assert triton_launches.matmul(torch.zeros(193, 64), packed, OURS, 64) is None, "dequantizing is faster"
+    assert triton_launches.matmul(x[:33].half(), packed, OURS, 64) is None, "dequantizing is faster"
+    assert triton_launches.matmul(torch.zeros(193, 64), packed, OURS, 64) is None
     bias = torch.randn(64)
     y = triton_launches.matmul(x[:150], packed, OURS, 64, bias)
     assert torch.allclose(y, x[:150] @ dequantize(packed, OURS, 64, 64).t() + bias, atol=1e-4)
-    assert [one.constants["padded_tokens"] for one in launches] == [64, 64, 32]
+    assert [one.constants["padded_tokens"] for one in launches if one.kernel is not triton_launches.join] == [
+        64,
+        64,
+        32,
+    ]
+
+
+# Name, capability, processors, clock in Hz, bytes a second of memory, rows with 16 bits, with float32.
+DEVICES = [
+    ("T4", (7, 5), 40, 1.59e9, 320e9, 32, 128),
+    ("RTX 3090", (8, 6), 82, 1.695e9, 936e9, 192, 192),
+    ("A100 40 GB", (8, 0), 108, 1.41e9, 1.555e12, 256, 32),
+    ("H100", (9, 0), 132, 1.83e9, 3.35e12, 192, 64),
+]
+
+
+@pytest.mark.parametrize("name, capability, processors, clock, memory, half, single", DEVICES)
+def test_rows_that_are_worth_reading_codes_again(name, capability, processors, clock, memory, half, single):
+    """One size more is slower by the same arithmetic, written out here."""
+    assert triton_launches.direct_rows(capability, processors, clock, memory, 2) == half
+    assert triton_launches.direct_rows(capability, processors, clock, memory, 4) == single
+    if name == "T4":  # 65 multiply-adds of each weight in float32, beside 9/16 + 2 + 2 bytes
+        assert 33 / (40 * 64 * 1.59e9) / 0.7 < (9 / 16 + 4) / memory < 65 / (40 * 64 * 1.59e9) / 0.7
+    if name == "H100":  # 9.4 instructions of each weight for every 64 rows, beside the same bytes
+        times = [4 * 9.4 / (132 * 128 * 1.83e9) / 0.7, 3 * 9.4 / (132 * 128 * 1.83e9) / 0.7]
+        assert times[1] < (9 / 16 + 4) / memory < times[0]

@@ -18,7 +18,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 triton = pytest.importorskip("triton")
 
 from flexgen_helm.quant import triton_launches  # noqa: E402
-from tests.helpers.triton_driver import recording_driver  # noqa: E402
+from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noqa: E402
 
 OURS = PRECISIONS["4bit"].weights
 
@@ -47,6 +47,19 @@ def test_without_a_driver(packed):
     """As on this machine: Triton itself says that there is no GPU."""
     (warning,) = use(packed)
     assert "plain PyTorch" in warning and "active drivers" in warning
+
+
+def test_without_a_c_compiler(packed, monkeypatch):
+    from triton.runtime import build
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    find = build._find_compiler.__wrapped__
+    arguments = ("c",) if find.__code__.co_argcount else ()
+    monkeypatch.setattr(RecordingDriver, "launcher_cls", lambda *_: find(*arguments))
+    with recording_driver(75):
+        (warning,) = use(packed)
+    assert "C compiler" in warning
 
 
 def test_with_a_kernel_that_does_not_compile(packed, monkeypatch):
