@@ -73,6 +73,12 @@ def test_a_device_without_a_fault_keeps_all_and_is_tried_once(tiny, tmp_path, an
         assert_right(model, again)
 
 
+def test_unverified_tries_nothing_and_says_so(tiny, tmp_path, answer):
+    found = answer(tiny("llama").path, tmp_path, "", "--unverified")
+    assert not (tmp_path / "devices.json").exists()
+    assert [run["record"]["proved"] for run in found["runs"]] == [False] * 3
+
+
 def assert_right(model, found):
     """Scores are those of the host, which computes in float32: as near as 16 bits allow."""
     for run, precision in zip(found["runs"], ("fp16", "fp16", "4bit-weights")):
