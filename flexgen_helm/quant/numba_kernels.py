@@ -1,6 +1,6 @@
 """Loops over packed bytes for CPUs, compiled by numba: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
-Arguments of all: packed [stripes, stripe_bytes], stripe_bytes, stripes, group size, bits of a code, whether scales are
+Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of a code, whether scales are
 words, table, matrix, its rows and width. The table has the float32 of every FP16 for pairs; for words their scales
 [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or x.
 
@@ -34,10 +34,9 @@ def _scale_and_offset(data: Any, first: Any, apart: Any, words: Any, table: Any)
 
 
 @njit
-def _column_scales(data: Any, words: Any, table: Any, scale: Any, offset: Any) -> None:
-    """Fill scale and offset [width] of a stripe's columns, the last numbers of its bytes."""
+def _column_scales(data: Any, first: Any, words: Any, table: Any, scale: Any, offset: Any) -> None:
+    """Fill scale and offset [width] of a stripe's columns, which are at byte `first`."""
     width = len(scale)
-    first = len(data) - (2 if words else 4) * width
     for column in range(width):
         scale[column], offset[column] = _scale_and_offset(data, first + 2 * column, 2 * width, words, table)
 
@@ -85,7 +84,7 @@ def dequantize_columns(address: Any) -> None:
     scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
         data = _bytes(packed + stripe * stripe_bytes, stripe_bytes)
-        _column_scales(data, words, table, scale, offset)
+        _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for upper in range(2):
             first, at = stripe * group + upper * half, upper * apart * width
             mask, factor = _upper_mask(bits) if upper else _lower_mask(bits)
@@ -156,7 +155,7 @@ def matmul_columns(address: Any) -> None:
     scaled = np.empty((count, width), np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
         data, first = _bytes(packed + stripe * stripe_bytes, stripe_bytes), stripe * group
-        _column_scales(data, words, table, scale, offset)
+        _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for t in range(count):
             constants[t] = _scale_row(floats(given + t * width * 4, width), scale, offset, scaled[t])
         for j in range(min(half, rows - first)):
