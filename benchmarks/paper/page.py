@@ -12,7 +12,7 @@ from flexgen_helm.benchmarks.paper.rows import Sources
 
 # Benchmarks whose stored results are in the tables.
 _MEASURED = ("ablation", "clients", "precisions")
-_MOST_DRAWN_ROWS = 20
+_MOST_DRAWN_ROWS = 12
 # As the names of result files say it.
 _PROCESSORS = {"amd_epyc": "AMD EPYC", "intel_xeon": "Intel Xeon"}
 
