@@ -16,11 +16,10 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import refuse_engine_flags, tokens_per_s
+from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.benchmarks.roofline import layer_matrices, operation_seconds
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
@@ -127,11 +126,9 @@ def scale(workload: Workload, options: Options) -> Scaled:
 
     config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
     prompt = workload.prompt or scaled_prompt(config, workload, paper)
-    sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
-    arguments = {"model": workload.model, **sizes, "output": workload.output}
     rate = workload.decode_flops
-    if rate is None:
-        rate = decode_flops(config, workload.batch_rows, in_own_process(operation_seconds, arguments))
+    if rate is None:  # of products in float32 with 16-bit weights from memory
+        rate = machine_profile(options).cpu.matmul_flops["float32"].at(workload.batch_rows)
     link, gpu = scaled_machine(config, paper, rate)
     disk = scaled_disk(paper, rate)
     options.tell(
@@ -189,12 +186,6 @@ def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
     positions = paper.prompt + paper.output / 2
     length = positions * config.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
     return max(1, round(length - workload.output / 2))
-
-
-def decode_flops(config: ModelConfig, batch_rows: int, operations: Mapping[str, float]) -> float:
-    """Return the FLOP/s of one batch's products in decoding."""
-    weights = sum(out_size * in_size for out_size, in_size in layer_matrices(config))
-    return 2.0 * batch_rows * weights / operations["decode_products"]
 
 
 def scaled_machine(config: ModelConfig, paper: Paper, rate: float) -> tuple[float, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,9 @@ def hold_to(gpu_bytes: int) -> None:
 
 
 def _model(name: str, device: str) -> Any:
-    """Build a catalog's OPT, or a folder's model, in float32; on 'meta' it has shapes and no weights."""
+    """Build a catalog's OPT in float32; on 'meta' it has shapes and no weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
-
-    if Path(name).is_dir():
-        from accelerate import init_empty_weights
-
-        empty = init_empty_weights() if device == "meta" else nullcontext()  # frequencies of positions have no file
-        with empty:
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32).eval()
-        model.tie_weights()
-        return model
+    from transformers import OPTConfig, OPTForCausalLM
 
     from flexgen_helm.checkpoint.open import open_checkpoint
     from flexgen_helm.models.decoder_config import DecoderConfig

@@ -21,7 +21,7 @@ def run_engine(**block: Any) -> dict[str, Any]:
     (record,) = run_blocks(**block)
     return {
         **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
-        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware", "experts")},
+        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware", "roofline_s")},
         **run_sizes(block["rows"], block["prompt"], block["output"]),
     }
 

@@ -16,7 +16,6 @@ from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
 from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -62,10 +61,10 @@ def measure(
                     arguments = {**block, "folder": str(folder)}
                     record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
                 else:
-                    setting = offload_setting(config, Shapes(rows, 1, rows, **sizes), workload.weights_share)
-                    engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}
+                    limit, policy = offload_setting(config, rows, **sizes, share=workload.weights_share)
+                    engine = {"device": "cpu", "policy": policy_text(policy), "schedule": "zigzag"}
                     engine["offload_dir"] = str(scratch / "ours")
-                    arguments = {**block, "engine": engine, "limits": {"cpu": setting.limit}, "warm": True}
+                    arguments = {**block, "engine": engine, "limits": {"cpu": limit}, "warm": True}
                     record = in_own_process(run_engine, arguments, group)
             except ProcessKilled:
                 notes.append(f"{side}, {rows} rows: more than {group_bytes:,} bytes, ended by the kernel")
@@ -98,12 +97,12 @@ def best_size(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
 def rows(records: Records) -> list[dict[str, Any]]:
     return [
         {
-            **run_row(f"{side} x {size} in a group", own),
-            "resident_bytes": max(record["resident_bytes"] for record in own),
-            "group_peak_bytes": [record["group_peak_bytes"] for record in own],
+            **run_row(f"{side} x {size} in a group", repeats),
+            "resident_bytes": max(record["resident_bytes"] for record in repeats),
+            "group_peak_bytes": [record["group_peak_bytes"] for record in repeats],
         }
         for side, sizes in records.items()
-        for size, own in sizes.items()
+        for size, repeats in sizes.items()
     ]
 
 

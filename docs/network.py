@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexgen_helm.benchmarks.paper.network import NETWORKS, OUTPUTS, predicted_rows
+from flexgen_helm.benchmarks.paper.network import NETWORKS, offloading, pipeline
 
+OUTPUTS = (2, 4, 8, 16, 32, 64, 128)
 CHART = Path(__file__).resolve().parent / "images" / "network.svg"
 # Geometry in pixels: of the picture, of a panel's axes.
 WIDTH, HEIGHT, PANEL, TOP, BOTTOM, LEFT = 800, 330, 390, 62, 262, 52
@@ -59,18 +60,12 @@ def panel(left: int, title: str, lines: Mapping[str, Sequence[float]], ticks: Se
 
 def chart() -> str:
     """The SVG file's text."""
-    rows, _ = predicted_rows()
-    count = len(OUTPUTS)
-    by_network = {name: rows[i * count : (i + 1) * count] for i, name in enumerate(NETWORKS)}
-
-    def series(key: str) -> dict[str, list[float]]:
-        first = next(iter(by_network.values()))
-        lines = {"offloading on one GPU; pipeline:": [row[f"offloading_{key}"] for row in first]}
-        return lines | {name: [row[f"pipeline_{key}"] for row in own] for name, own in by_network.items()}
-
-    body = panel(0, "Latency of 12 sequences, s", series("s"), (5, 10, 30, 100, 300, 1000))
-    body += panel(PANEL, "Throughput of one GPU, tokens/s", series("tokens_per_s"), (0.1, 0.3, 1, 3, 10))
-    for number, name in enumerate(series("s")):
+    figures = {"offloading on one GPU; pipeline:": [offloading(output) for output in OUTPUTS]}
+    figures |= {name: [pipeline(output, network) for output in OUTPUTS] for name, network in NETWORKS.items()}
+    seconds, rates = ({name: [row[column] for row in rows] for name, rows in figures.items()} for column in (0, 1))
+    body = panel(0, "Latency of 12 sequences, s", seconds, (5, 10, 30, 100, 300, 1000))
+    body += panel(PANEL, "Throughput of one GPU, tokens/s", rates, (0.1, 0.3, 1, 3, 10))
+    for number, name in enumerate(figures):
         left = 24 + number * 165 + (70 if number else 0)
         body.append(f'<path class="line{number}" d="M{left} 16 L{left + 26} 16"/>')
         body.append(f'<text x="{left + 32}" y="20">{name}</text>')

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from flexgen_helm.benchmarks.paper.systems import SYSTEMS
+from flexgen_helm.benchmarks.paper.systems import PaperProblem
+from flexgen_helm.benchmarks.paper.tables import full_memory
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
@@ -47,7 +46,6 @@ NETWORKS: Mapping[str, Network] = {
     "10 ms, 100 Mbit/s": Network(0.01, 100 * MBIT),
     "100 ms, 100 Mbit/s": Network(0.1, 100 * MBIT),
 }
-OUTPUTS = (2, 4, 8, 16, 32, 64, 128)
 PROMPT = 512
 # The paper's Petals: nodes, parallel clients on one machine, and sequences of a client's request.
 NODES, CLIENTS, CLIENT_SEQUENCES = 4, 6, 2
@@ -77,34 +75,6 @@ def pipeline_turns(
     return Turns(one + (batches - 1) * slowest, max(one, batches * slowest))
 
 
-def predicted_rows() -> tuple[list[dict[str, Any]], list[str]]:
-    """Return latency and throughput by network and output length, and where the latencies cross."""
-    rows: list[dict[str, Any]] = []
-    crossings = []
-    offloaded = {output: offloading(output) for output in OUTPUTS}
-    for name, network in NETWORKS.items():
-        crossing = None
-        for output in OUTPUTS:
-            latency, rate = pipeline(output, network)
-            offloaded_s, offloaded_rate = offloaded[output]
-            rows.append(
-                {
-                    "label": f"{name}, {output} new tokens",
-                    "pipeline_s": latency,
-                    "offloading_s": offloaded_s,
-                    "pipeline_tokens_per_s": rate,
-                    "offloading_tokens_per_s": offloaded_rate,
-                }
-            )
-            if crossing is None and latency < offloaded_s:
-                crossing = output
-        where = "is never faster" if crossing is None else "is faster from the first token on"
-        if crossing is not None and crossing > OUTPUTS[0]:
-            where = f"is faster from {crossing} new tokens on, offloading with fewer"
-        crossings.append(f"{name}: the pipeline {where}")
-    return rows, crossings
-
-
 def pipeline(output: int, network: Network) -> tuple[float, float]:
     """Return latency of all clients' sequences, and generated tokens per second of one GPU."""
     problem = _problem(output)
@@ -114,8 +84,7 @@ def pipeline(output: int, network: Network) -> tuple[float, float]:
     whole = replace(
         problem, hardware=replace(problem.hardware, gpu=replace(gpu, memory_bytes=NODES * gpu.memory_bytes))
     )
-    whole = replace(whole, limits={tier: whole.capacity(tier) for tier in TIERS})
-    costs = predict(whole, Policy(CLIENT_SEQUENCES, 1, 1, 0, 1, 0, 1, 0), ZIGZAG, rounded=False)
+    costs = predict(full_memory(whole), Policy(CLIENT_SEQUENCES, 1, 1, 0, 1, 0, 1, 0), ZIGZAG, rounded=False)
     hidden_bytes = CLIENT_SEQUENCES * problem.config.hidden_size * problem.compute_bytes
     star = {"links": 2 * NODES, "busiest": NODES}  # the clients' link has every message
     first = pipeline_turns(costs.prefill_s, NODES, CLIENTS, PROMPT * hidden_bytes, network, **star).once_s
@@ -147,7 +116,5 @@ def _problem(output: int) -> PlanningProblem:
     entry = resolve("opt-30b").entry
     assert entry is not None
     workload = Workload.uniform(PROMPT, output, 1)
-    problem = SYSTEMS["flexgen"](
-        entry.config, load_profile("t4"), workload, FP16, compute_bytes=2, limits={}, endless=True
-    )
-    return replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
+    hardware = load_profile("t4")
+    return full_memory(PaperProblem(entry.config, hardware, workload, FP16, compute_bytes=2, limits={}, endless=True))
