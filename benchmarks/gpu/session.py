@@ -83,7 +83,6 @@ STEPS = {
     "kernels": Step(20, 90, "attention.measure"),
     "perf67": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8),
     "acc67": _transformers(25, 70, "opt-6.7b", 8, "perf67", gpu=8),
-    "gpuattention": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8, options={"cpu_attention": False}),
     "resident67": _engine(30, 80, "opt-6.7b", 128),
     "hf67": _transformers(20, 60, "opt-6.7b", 128, "resident67"),
     "slowlink": _engine(50, 110, "opt-6.7b", 64, gpu=6, card=8, link=12),

@@ -68,7 +68,7 @@ def bench(
     peers: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="clients: against these (huggingface, llama.cpp, lm-eval). --out is added to as well."
+            metavar="NAMES", help="clients: against these (huggingface, llama.cpp). --out is added to as well."
         ),
     ] = None,
 ) -> None:

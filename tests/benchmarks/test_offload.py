@@ -14,6 +14,7 @@ from flexgen_helm.benchmarks import (
     Options,
     ablation,
     accelerate_task,
+    engine_task,
     kernels,
     memory_group,
     offload,
@@ -223,7 +224,7 @@ def in_this_process(function, arguments, group=None, environment=None):
 
 
 def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
-    monkeypatch.setattr(offload, "in_own_process", in_this_process)
+    monkeypatch.setattr(engine_task, "in_own_process", in_this_process)
     monkeypatch.setattr(accelerate_task, "missing", lambda: "left out by the test")
     workload = offload.Workload(
         model=str(tiny("opt").path),
@@ -269,7 +270,7 @@ def test_four_bits_are_measured_against_fp16(tmp_path, monkeypatch):
         latency = next(seconds[arguments["engine"]["precision"]])
         return {"latency_s": latency, "output_tokens": 12, "time_s": {"wait": 0.0}, "bytes": {}}
 
-    monkeypatch.setattr(packed, "in_own_process", answer)
+    monkeypatch.setattr(engine_task, "in_own_process", answer)
     config = resolve("opt-350m").entry.config
     rows, ratios = packed.measure("opt-350m", config, tmp_path, 3, packed.CASES[:1], lambda line: None)
     assert [(row["label"], row["median"]) for row in rows] == [
@@ -280,15 +281,13 @@ def test_four_bits_are_measured_against_fp16(tmp_path, monkeypatch):
 
 
 def test_the_scaled_machine_keeps_the_papers_proportions():
-    paper, config = ablation.Paper(), resolve("opt-125m").entry.config
-    link, gpu = ablation.scaled_machine(config, paper, 50e9)
+    workload, config = ablation.Workload(), resolve("opt-125m").entry.config
+    scaled = ablation.scale(workload, config, 50e9)
+    link, (read, write) = scaled.link_gb_s, scaled.disk_gb_s
     assert link * 1e9 / 50e9 == pytest.approx(12.89 * 2**30 / 4.3e12)
-    assert gpu / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
-    read, write = ablation.scaled_disk(paper, 50e9)
+    assert scaled.gpu_bytes / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
     assert (read / link, write / read) == (pytest.approx(1.6e9 / (12.89 * 2**30)), pytest.approx(1.3 / 1.6))
-    workload = ablation.Workload()
-    prompt = ablation.scaled_prompt(config, workload, paper)
-    ours = (prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
+    ours = (scaled.prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
     theirs = (512 + 16) * 2 * 7168 * 2 / (12 * 7168**2 * 2)
     assert ours == pytest.approx(theirs, rel=0.05)
 
@@ -298,7 +297,7 @@ def test_ablation_has_each_ratio_with_the_papers():
     found = {variant.label: [record(10.0, 1, 1)] for variant in variants}
     found["no overlap"] = [record(20.0, 1, 1), record(16.0, 1, 1), record(40.0, 1, 1)]
     scaled = ablation.Scaled(0.2, (0.02, 0.01), 1_000_000, 5e10, 20)
-    result = ablation.assemble(ablation.Workload(), variants, found, scaled)
+    result = ablation.assemble(ablation.Workload(), found, scaled)
     rows = {row["label"]: row for row in result["rows"]}
     assert rows["all techniques"]["ratio"] == rows["all techniques"]["paper"] == 1.0
     assert rows["no overlap"]["ratio"] == 0.5 == result["ratios"]["no_overlap"]
@@ -308,8 +307,8 @@ def test_ablation_has_each_ratio_with_the_papers():
 
 
 def test_ablation_runs_every_variant(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(ablation, "in_own_process", in_this_process)
-    monkeypatch.setattr(ablation, "scaled_machine", lambda *given: (1.0, 64 << 20))
+    monkeypatch.setattr(engine_task, "in_own_process", in_this_process)
+    monkeypatch.setattr(ablation, "GPU_BYTES", 1e14)
     workload = ablation.Workload(str(tiny("opt").path), 2, 2, prompt=6, output=3, repeats=1, decode_flops=1e12)
     found = ablation.measure(workload, tmp_path, Options())
     rows = {row["label"]: row for row in found["rows"]}

@@ -1,5 +1,4 @@
-"""Peers of `bench clients` that run without HELM: llama.cpp's server, by a program that speaks its protocol, and
-lm-evaluation-harness's Hugging Face backend."""
+"""llama.cpp's server as a peer of `bench clients`, by a program that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -11,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.benchmarks import Options, client_peers, clients
-from flexgen_helm.benchmarks.client_peers import LlamaServer, LmEvalBackend, PeerRun, PeerTask, compare
+from flexgen_helm.benchmarks import Options, clients, llama_cpp
 from flexgen_helm.benchmarks.helm_runs import HelmRun
+from flexgen_helm.benchmarks.llama_cpp import PeerRun, compare, serve, unsupported
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
-
-LLAMA_CPP, LM_EVAL = LlamaServer(), LmEvalBackend()
 
 # Answers with the sum of the ids; the first look at its health is too early. Prompt [0] is refused, as is a model
 # file that is not there.
@@ -72,7 +67,7 @@ def request(**changes: object) -> dict[str, object]:
 
 def test_answers_come_in_the_order_of_the_requests(model: Path, tmp_path: Path) -> None:
     prompts = [[i, 1] for i in range(40)]
-    found = LLAMA_CPP.serve(model, prompts, [request(max_tokens=1 + i) for i in range(40)], 8, tmp_path / "log")
+    found = serve(model, prompts, [request(max_tokens=1 + i) for i in range(40)], 8, tmp_path / "log")
     assert found.texts == [str(i + 1) for i in range(40)] and 0 < found.ready_s < found.seconds
     # The longest prompt with its answer has 42 tokens.
     assert found.flags[:4] == ["-np", "8", "-c", str(8 * 256)]
@@ -85,45 +80,41 @@ def test_answers_come_in_the_order_of_the_requests(model: Path, tmp_path: Path) 
 
 def test_a_server_that_fails_is_shown_with_its_log(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FlexgenError, match=r"(?s)500.*loading"):
-        LLAMA_CPP.serve(model, [[0]], [request()], 1, tmp_path / "log")
+        serve(model, [[0]], [request()], 1, tmp_path / "log")
     with pytest.raises(FlexgenError, match=r"(?s)not ready, exit code 1.*no such model"):
-        LLAMA_CPP.serve(tmp_path / "nothing", [[1]], [request()], 1, tmp_path / "log")
+        serve(tmp_path / "nothing", [[1]], [request()], 1, tmp_path / "log")
 
 
-def test_what_a_peer_cannot_give_is_said() -> None:
-    scored = request(max_tokens=0, echo_prompt=True)
-    assert LLAMA_CPP.unsupported([request()]) is None
-    assert "log-probabilities" in str(LLAMA_CPP.unsupported([request(), scored]))
-    assert LM_EVAL.unsupported([request(), scored]) is None
-    assert "either scores" in str(LM_EVAL.unsupported([request(echo_prompt=True)]))
-    for peer in (LLAMA_CPP, LM_EVAL):
-        for changes in ({"temperature": 0.5}, {"num_completions": 2}):
-            assert "greedy" in str(peer.unsupported([request(**changes)]))
+def test_what_the_server_cannot_give_is_said() -> None:
+    assert unsupported([request()]) is None
+    for changes in ({"echo_prompt": True}, {"max_tokens": 0}):
+        assert "log-probabilities" in str(unsupported([request(), request(**changes)]))
+    for changes in ({"temperature": 0.5}, {"num_completions": 2}):
+        assert "greedy" in str(unsupported([request(**changes)]))
 
 
-def test_the_better_setting_is_compared_and_equal_answers_are_counted(model: Path) -> None:
+def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(model: Path) -> None:
     ours = HelmRun(10.0, 1.0, {}, ["a", "b", "c"], [], ready_s=6.0)
     served = {
-        "1 slots": [PeerRun(30.0, 2.0, ["a", "b", "c"])],
-        "8 slots": [PeerRun(s, 2.0, ["a", "x", "c"]) for s in (14.0, 20.0)],
+        1: [PeerRun(30.0, 2.0, ["a", "b", "c"])],
+        8: [PeerRun(s, 2.0, ["a", "x", "c"]) for s in (14.0, 20.0)],
     }
-    found = compare(LLAMA_CPP, "task", ours, {"label": "task: ours", "median": 10.0}, served)
+    found = compare("task", ours, {"label": "task: ours", "median": 10.0}, served)
     assert [row["median"] for row in found["rows"]] == [30.0, 17.0]
     # Of both sides the time after the model was loaded: 15 s in the middle, and 4 s.
     assert found["ratios"] == {"against_llama_cpp": 1.7, "against_llama_cpp_after_start_up": 15.0 / 4.0}
     assert found["scores"] == {"equal_completions": 2, "completions": 3}
     assert found["versions"]["llama.cpp"] == "9999 (fake)"
     with pytest.raises(ValueError):  # an answer is missing
-        compare(LLAMA_CPP, "task", ours, {"label": "", "median": 1.0}, {"1 slots": [PeerRun(1.0, 0.5, ["a"])]})
+        compare("task", ours, {"label": "", "median": 1.0}, {1: [PeerRun(1.0, 0.5, ["a"])]})
 
 
 def test_without_the_program_the_peer_is_skipped_visibly(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert LLAMA_CPP.missing() is LM_EVAL.missing() is None
+    assert llama_cpp.missing() is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(client_peers, "find_spec", lambda module: None)
-    assert "pip install flexgen_helm[lm-eval]" in str(LM_EVAL.missing())
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda module: None)
     told: list[str] = []
     with pytest.raises(UsageError, match=r"SKIPPED, llama.cpp: llama-server is not in PATH; install"):
         clients.run(Options(tasks=("natural",), peers=("llama.cpp",), tell=told.append))
@@ -132,9 +123,9 @@ def test_without_the_program_the_peer_is_skipped_visibly(
 
 def test_the_wheels_server_takes_the_place_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(client_peers, "find_spec", lambda module: module == "xllamacpp")
-    command = LLAMA_CPP.command()
-    assert command[0] == sys.executable and LLAMA_CPP.missing() is None
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda module: module == "xllamacpp")
+    command = llama_cpp.command()
+    assert command[0] == sys.executable and llama_cpp.missing() is None
     done = subprocess.run([*command, "--threads", "2"], capture_output=True, text=True)
     assert done.returncode == 2 and "--threads" in done.stderr, "an unknown flag is not ignored"
 
@@ -143,29 +134,11 @@ def test_the_wheels_server_takes_the_place_of_the_program(tmp_path: Path, monkey
 def test_llama_cpp_itself_answers(wheel_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers of the same file of weights: the first tokens, before roundings part."""
     pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
-    monkeypatch.setattr(client_peers, "which", lambda program: None)
+    monkeypatch.setattr(llama_cpp, "which", lambda program: None)
     prompts = [[504, 2726, 314], [504, 3575, 282, 4649, 314]]
     asked = [request(max_tokens=3, stop_sequences=[]) for _ in prompts]
-    found = LLAMA_CPP.serve(wheel_model, prompts, asked, 2, tmp_path / "log")
+    found = serve(wheel_model, prompts, asked, 2, tmp_path / "log")
     with Engine.from_pretrained(wheel_model) as engine:
         ours = engine.run([GenerationRequest(prompt_token_ids=ids, max_tokens=3) for ids in prompts])
         assert found.texts == [result.completions[0].text for result in ours]
-    assert LLAMA_CPP.version()["llama.cpp"].startswith("xllamacpp 2")
-
-
-@pytest.mark.slow
-def test_lm_evals_answers_come_in_the_order_of_the_requests(tiny, tmp_path: Path) -> None:
-    """Of other lengths than the batches are sorted by, with a stop string, and one request that only scores."""
-    path = tiny("llama").path
-    prompts = ["the quick brown fox", "a", "jumps over the lazy dog and the quick", "fox"]
-    asked = [request(prompt=prompt, stop_sequences=["q"] if len(prompt) > 30 else []) for prompt in prompts]
-    chat = ChatFormat(Tokenizer.from_path(path), False, "", ChatOptions())
-    task = PeerTask([*asked, request(max_tokens=0, echo_prompt=True)], chat, path, tmp_path / "log")
-    setting, run = next(LM_EVAL.answers(task))
-    with Engine.from_pretrained(path) as engine:
-        ours = engine.run(
-            [GenerationRequest(prompt=r["prompt"], max_tokens=5, stop=r["stop_sequences"]) for r in asked]
-        )
-    assert setting == "batches of 8"
-    assert run.texts == [*(result.completions[0].text for result in ours), ""]
-    assert 0 < run.ready_s < run.seconds
+    assert llama_cpp.version().startswith("xllamacpp 2")
