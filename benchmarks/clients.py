@@ -97,7 +97,7 @@ HUGGINGFACE, LLAMA_CPP = "huggingface", "llama.cpp"
 # Peer -> its settings. Each is compared with our sides of the same call.
 PEERS: Mapping[str, Mapping[str, Any]] = {
     HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
-    LLAMA_CPP: {"program": "llama-server", "prompts": "token ids", "slots": list(SLOTS)},
+    LLAMA_CPP: {"program": llama_cpp.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
 }
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 

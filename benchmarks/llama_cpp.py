@@ -1,7 +1,7 @@
 """llama.cpp's server as a peer of `bench clients`: the same GGUF file, and the same prompts as token ids over HTTP.
 
-It is `llama-server` in PATH, one of llama.cpp's programs, or the one in the wheel `xllamacpp`. It keeps each slot's
-last prompt, so that a prompt that begins in the same way is computed from where it differs.
+It is `llama-server` in PATH, one of llama.cpp's programs. It keeps each slot's last prompt, so that a prompt that
+begins in the same way is computed from where it differs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from statistics import median
@@ -24,12 +22,13 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks import llama_server, summary
+from flexgen_helm.benchmarks import summary
 from flexgen_helm.benchmarks.common import log_tail
 from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.throughput import versions
 
+PROGRAM = "llama-server"
 # Requests that it computes at a time; the better one counts.
 SLOTS = (1, 8)
 _START_S, _ANSWER_S, _END_S = 120.0, 3600.0, 10.0
@@ -45,23 +44,13 @@ class PeerRun:
     flags: Sequence[str] = ()
 
 
-def command() -> list[str]:
-    """Return the command of the server, without its flags; empty where there is none."""
-    if which("llama-server"):
-        return ["llama-server"]
-    return [sys.executable, "-m", llama_server.__name__] if find_spec(llama_server.MODULE) else []
-
-
 def missing() -> str | None:
     """Say why the server cannot be measured here; None if it can."""
-    if command():
-        return None
-    how = f"install llama.cpp, which brings it, or `pip install {llama_server.MODULE}`"
-    return f"llama-server is not in PATH; {how}"
+    return None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
 
 
 def version() -> str:
-    done = subprocess.run([*command(), "--version"], capture_output=True, text=True)
+    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)
     return (done.stderr + done.stdout).partition("\n")[0].removeprefix("version: ")
 
 
@@ -86,7 +75,7 @@ def serve(
     flags = ["-np", str(slots), "-c", str(slots * room), "-t", str(threads)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    started = [*command(), "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *flags]
+    started = [PROGRAM, "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *flags]
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
     with log.open("wb") as output, subprocess.Popen(started, stdout=output, stderr=output) as server:
         try:
@@ -96,7 +85,7 @@ def serve(
                 texts = list(pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests))
             return PeerRun(time.perf_counter() - began, ready_s, texts, flags)
         except (OSError, KeyError, ValueError) as error:
-            raise FlexgenError(f"llama-server failed ({error}):\n{log_tail(log)}") from error
+            raise FlexgenError(f"{PROGRAM} failed ({error}):\n{log_tail(log)}") from error
         finally:
             server.terminate()
             try:

@@ -65,7 +65,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
-        sides = {}
+        sides: dict[str, dict[str, Any]] = {}
         for precision in ("fp16", case.precision):
             policy, limits = setting(config, precision, case)
             engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": precision}

@@ -63,7 +63,6 @@ STEPS = {
     "env": Step(5, 30, "machine.describe"),
     "trial": Step(30, 90, "machine.try_fast_paths"),
     "profile": Step(20, 100, "speed.profile"),
-    "link": Step(10, 60, "link.measure"),
     "tests": _tests(
         70,
         150,
@@ -93,9 +92,9 @@ STEPS = {
 }
 GROUPS = {
     "correct": ("tests", "parity", "races"),
-    "call1": ("env", "link", "trial", "correct", "perf67", "acc67", "kernels"),
+    "call1": ("env", "profile", "trial", "correct", "perf67", "acc67", "kernels"),
     "call2": ("perf30", "acc30", "resident67", "hf67", "slowlink", "t4", "packed30"),
-    "speed": ("env", "link", "kernels", "perf67", "acc67", "call2"),
+    "speed": ("env", "profile", "kernels", "perf67", "acc67", "call2"),
 }
 # Beside the tests nothing is timed.
 _BESIDE_TESTS = ("parity", "races")

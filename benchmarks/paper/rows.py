@@ -14,7 +14,6 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.paper.network import NETWORKS, offloading, pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
 from flexgen_helm.checkpoint.names import resolve
@@ -302,17 +301,10 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
 
 
 def network(sources: Sources) -> list[Row]:
-    """OPT-30B over four T4s in three networks, of which the first is the paper's for Petals, and offloaded on one."""
+    """OPT-30B offloaded on one T4, and by Petals over four of them."""
     petals = pd.read_csv(PAPER / "petals_512_T4.csv", index_col="model").tokens_per_s_of_one_gpu
-    offloaded = float(_main_line("FlexGen", "opt-30b")["tokens_per_s"])
-    paper = {"offloading": offloaded, next(iter(NETWORKS)): float(petals["opt-30b"])}
-    found = {"offloading": offloading(OUTPUT)} | {name: pipeline(OUTPUT, link) for name, link in NETWORKS.items()}
-    rows: list[Row] = []
-    for name, (latency, tokens_per_s) in found.items():
-        where = name if name == "offloading" else f"pipeline, {name}"
-        rows.append(row(f"{where}: tokens/s of a GPU", paper.get(name), _digits(tokens_per_s)))
-        rows.append(row(f"{where}: seconds", predicted=round(latency)))
-    return rows
+    offloaded = {**_predicted(_main_line("FlexGen", "opt-30b")), "label": "offloading"}
+    return [offloaded, row("Petals, below 10 ms, 1 Gbit/s", float(petals["opt-30b"]))]
 
 
 @cache

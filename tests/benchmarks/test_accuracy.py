@@ -93,7 +93,7 @@ def test_a_folder_with_results_of_another_run_is_refused(tmp_path: Path) -> None
         accuracy.claim_folder(tmp_path / "kept", {**SETTINGS, "max_length": 1024})
 
 
-@pytest.mark.parametrize("flags", [{"engine": {"device": "cpu"}}, {"entry": "x"}, {"repeats": 2}])
+@pytest.mark.parametrize("flags", [{"entry": "x"}, {"repeats": 2}])
 def test_flags_that_would_be_ignored_are_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(flags))):
         accuracy.run(Options(**flags))

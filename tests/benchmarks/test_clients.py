@@ -52,31 +52,6 @@ def test_another_architecture_is_refused(tiny, tmp_path):
         export(open_checkpoint(tiny("opt").path), tmp_path)
 
 
-def test_helm_reads_the_entries(tiny, tmp_path):
-    import cattrs
-    import yaml
-    from helm.benchmark.model_deployment_registry import ModelDeployments
-    from helm.benchmark.model_metadata_registry import ModelMetadataList
-    from helm.benchmark.tokenizer_config_registry import TokenizerConfigs
-
-    content = yaml.safe_load(
-        yaml.safe_dump(clients.helm_configs(tmp_path, 96, Tokenizer.from_path(tiny("llama").path)))
-    )
-    raw, chat = cattrs.structure(content["model_deployments.yaml"], ModelDeployments).model_deployments
-    (tokenizer,) = cattrs.structure(content["tokenizer_configs.yaml"], TokenizerConfigs).tokenizer_configs
-    models = cattrs.structure(content["model_metadata.yaml"], ModelMetadataList).models
-    assert (raw.name, chat.name) == (clients.REFERENCE, clients.CHAT_REFERENCE)
-    assert [model.name for model in models] == [raw.name, chat.name]
-    assert raw.tokenizer_name == chat.tokenizer_name == tokenizer.name
-    assert raw.client_spec.args["torch_dtype"] == "torch.float32"
-    assert raw.client_spec.args["apply_chat_template"] is False and chat.client_spec.args["apply_chat_template"] is True
-
-
-def test_entries_get_a_model():
-    assert clients.with_model("a:b=c", "x/y") == "a:b=c,model=x/y"
-    assert clients.with_model("a", "x/y") == "a:model=x/y"
-
-
 def stat(name, mean, **rest):
     return {"name": {"name": name, "split": "valid", **rest}, "mean": mean, "count": 1}
 
@@ -220,22 +195,6 @@ OF_AN_OLDER_VERSION = '{"name": "clients", "tasks": [{"name": "natural"}]}'
 OF_ANOTHER = '{"name": "offload", "tasks": [{"name": "natural", "peer": "huggingface"}]}'
 
 
-def part(task, peer, seconds, version):
-    rows = [{"label": f"{task}: {side}", "median": value} for side, value in (("ours", 1.0), (peer, seconds))]
-    where = {"hardware": {"cores": version}, "versions": {"torch": version}, "settings": {}}
-    return {"name": task, "peer": peer, "rows": rows, "ratios": {peer: seconds}, "notes": [f"{task} {peer}"], **where}
-
-
-def test_a_later_call_adds_its_parts_and_replaces_those_it_measured_again():
-    first = clients._joined([], [part("a", "huggingface", 2.0, 1), part("b", "huggingface", 3.0, 1)], ["gone"])
-    earlier = clients.parts_of(json.loads(json.dumps(first)))
-    whole = clients._joined(earlier, [part("b", "huggingface", 5.0, 2), part("b", "llama.cpp", 7.0, 2)], [])
-    assert whole["ratios"] == {"a_huggingface": 2.0, "b_huggingface": 5.0, "b_llama.cpp": 7.0}
-    assert [p["versions"]["torch"] for p in whole["tasks"]] == [1, 2, 2]
-    assert [row["median"] for row in whole["rows"]] == [1.0, 2.0, 1.0, 5.0, 7.0]
-    assert whole["versions"] == {"torch": 2} and whole["notes"] == ["a huggingface", "b huggingface", "b llama.cpp"]
-
-
 def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
     from flexgen_helm import cli
 
@@ -318,6 +277,10 @@ def test_a_call_runs_the_chosen_peers_alone(without_processes, monkeypatch):
     assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("natural", "llama.cpp"), ("natural", "huggingface")]
     assert without_processes[2:] == [None, None, 1, 4]
     assert found["tasks"][1]["settings"]["threads"] == [1, 4]
+    assert found["ratios"]["natural_against_llama_cpp"] == 4.0
+    monkeypatch.setattr(llama_cpp, "serve", lambda *arguments: PeerRun(30.0, 1.0, ["a", "x"]))
+    found = clients.run(Options(tasks=("natural",), peers=("llama.cpp",), repeats=1, earlier=found))
+    assert len(found["tasks"]) == 2 and found["ratios"]["natural_against_llama_cpp"] == 3.0, "measured again: replaced"
     for options in (Options(quick=True, tasks=("natural",), earlier=found), Options(entry="a:b=c", earlier=found)):
         with pytest.raises(UsageError, match="add nothing to it"):
             clients.run(options)
@@ -362,32 +325,14 @@ def test_known_benchmarks_exist_and_others_do_not():
         load("os")
 
 
-def test_engine_flags_are_refused_where_they_would_be_ignored():
-    with pytest.raises(UsageError, match="device"):
-        clients.run(Options(engine={"device": "cpu"}))
-
-
-def test_summary():
-    assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3}
-
-
-def test_the_command_writes_and_shows_the_result(monkeypatch, capsys, tmp_path):
+def test_the_command_passes_options_on_and_writes_the_result(monkeypatch, tmp_path):
     from flexgen_helm import cli
 
     seen = []
-
-    def run(options):
-        seen.append(options)
-        row = {"label": "ours", **summary([1.0, 2.0])}
-        return {"name": "clients", "rows": [row], "ratios": {"end_to_end": 1.5}, "notes": ["[bold] is text here"]}
-
-    monkeypatch.setattr(clients, "run", run)
+    result = {"name": "clients", "rows": [{"label": "ours", **summary([1.0, 2.0])}], "ratios": {"end_to_end": 1.5}}
+    monkeypatch.setattr(clients, "run", lambda options: seen.append(options) or {**result, "notes": []})
     out = tmp_path / "result.json"
     assert cli.main(["bench", "clients", "-m", "7", "--repeats", "2", "-o", str(out)]) == 0
     assert (seen[0].instances, seen[0].repeats, seen[0].quick) == (7, 2, False)
     assert json.loads(out.read_text())["ratios"] == {"end_to_end": 1.5}
-    shown = capsys.readouterr().out
-    assert "end to end: 1.50x" in shown and "[bold] is text here" in shown
-    assert cli.main(["bench", "clients", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "clients"
     assert cli.main(["bench", "clients", "-o", str(tmp_path / "missing" / "x.json")]) == 2

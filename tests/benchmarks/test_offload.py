@@ -11,11 +11,13 @@ from unittest.mock import MagicMock
 import pytest
 
 from flexgen_helm.benchmarks import (
+    KNOWN,
     Options,
     ablation,
     accelerate_task,
     engine_task,
     kernels,
+    load,
     memory_group,
     offload,
     packed,
@@ -201,10 +203,10 @@ def test_a_measurement_runs_in_its_own_process(monkeypatch):
         process.in_own_process(disappear, {})
 
 
-def test_engine_flags_that_would_change_the_workload_are_refused():
-    for module in (offload, ablation):
-        with pytest.raises(UsageError, match="device"):
-            module.run(Options(engine={"device": "cpu"}))
+@pytest.mark.parametrize("name", KNOWN)
+def test_engine_flags_that_would_be_ignored_or_change_the_workload_are_refused(name):
+    with pytest.raises(UsageError, match="device|engine"):
+        load(name)(Options(engine={"device": "cpu"}))
 
 
 @pytest.mark.slow
@@ -215,8 +217,6 @@ def test_kernels_measures_every_implementation():
     assert sum("plain torch" in label for label in labels) == 2 == sum("compiled loop" in label for label in labels)
     assert sum(label.startswith("product 8 tokens") for label in labels) == 3
     assert all(row["median"] > 0 for row in result["rows"]) and "packed_overhead_8_tokens" in result["ratios"]
-    with pytest.raises(UsageError, match="device"):
-        kernels.run(Options(engine={"device": "cpu"}))
 
 
 def in_this_process(function, arguments, group=None, environment=None):
