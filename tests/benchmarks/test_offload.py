@@ -10,13 +10,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from flexgen_helm import cli
 from flexgen_helm.benchmarks import (
     KNOWN,
     Options,
     ablation,
     accelerate_task,
     engine_task,
-    kernels,
     load,
     memory_group,
     offload,
@@ -210,13 +210,22 @@ def test_engine_flags_that_would_be_ignored_or_change_the_workload_are_refused(n
 
 
 @pytest.mark.slow
-def test_kernels_measures_every_implementation():
-    result = kernels.run(Options(quick=True, repeats=1))
-    json.dumps(result, allow_nan=False)
-    labels = [row["label"] for row in result["rows"]]
-    assert sum("plain torch" in label for label in labels) == 2 == sum("compiled loop" in label for label in labels)
-    assert sum(label.startswith("product 8 tokens") for label in labels) == 3
-    assert all(row["median"] > 0 for row in result["rows"]) and "packed_overhead_8_tokens" in result["ratios"]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["offload", "ablation", "policy", "kernels"])
+def test_the_quick_command_measures_every_side(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    flags = [] if name == "kernels" else ["--offload-dir", str(tmp_path)]
+    assert cli.main(["bench", name, "--quick", "--json", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["name"] == name and result["date"] and result["notes"]
+    assert all({"label", "median", "min", "max", "n"} <= row.keys() and row["median"] > 0 for row in result["rows"])
+    expected = {
+        "offload": {"offloaded_to_in_memory", "zigzag_to_row_by_row", "roofline_fraction", "packed_link"},
+        "ablation": {"no_overlap", "no_cpu_attention", "half_on_the_disk"},
+        "policy": {"chosen_to_best_of_grid", "largest_error", "median_error"},
+        "kernels": {"loop_to_plain_4bit", "packed_overhead_8_tokens"},
+    }
+    assert expected[name] <= result["ratios"].keys() and all(ratio > 0 for ratio in result["ratios"].values())
 
 
 def in_this_process(function, arguments, group=None, environment=None):
