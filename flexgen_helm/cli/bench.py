@@ -54,10 +54,6 @@ def bench(
         str | None,
         typer.Option(metavar="DIR", help="accuracy: keep the harness's results there, and reuse them."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the benchmark's."),
-    ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="paper: measure its tables on this machine. It says how long that takes.")
@@ -77,7 +73,7 @@ def bench(
     peers: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="clients: against these (huggingface, padded, llama.cpp). --out is added to as well."
+            metavar="NAMES", help="clients: against these (huggingface, llama.cpp). --out is added to as well."
         ),
     ] = None,
 ) -> None:
@@ -86,16 +82,14 @@ def bench(
     All sides of a comparison are measured in one call, in alternation. The table shows medians.
 
     Benchmarks:
-      clients     whole runs with our client, and with HELM's own
-      accuracy    LAMBADA and WikiText-2, beside lm-evaluation-harness
-      offload     weights streamed from the disk, against memory and Accelerate
-      ablation    each technique left out, on a simulated GPU
-      experts     a mixture of experts four times as large as memory
-      gpu         a GPU's links and products, and large models in 16 GB of it
-      policy      predicted against measured time, and other policies
-      kernels     unpacking 4 bits, and products with packed weights
-      precisions  bytes, speed, perplexity, divergence, and flips of a model's precisions
-      paper       tables of the FlexGen paper, predicted for its T4 and measured
+      clients   whole runs with our client, and with HELM's own
+      accuracy  LAMBADA and WikiText-2, beside lm-evaluation-harness
+      offload   weights streamed from the disk, against memory and Accelerate
+      ablation  each technique left out, on a simulated GPU
+      gpu       a GPU's links and products, and large models in 16 GB of it
+      policy    predicted against measured time, and other policies
+      kernels   unpacking 4 bits, and products with packed weights
+      paper     tables of the FlexGen paper, predicted for its T4 and measured
     """
     check_engine_flags(engine)
     if folder := engine.get("offload_dir"):
@@ -121,7 +115,6 @@ def bench(
         chat,
         python,
         reference,
-        model,
         table,
         measure,
         prompt_len,
