@@ -73,13 +73,6 @@ def test_a_character_over_three_tokens() -> None:
     assert kept == CompletionText("", (), ())
 
 
-def test_an_unfinished_character_is_replaced() -> None:
-    kept, _, _ = feed([b"a", b"\xe2\x82"], ["x"])
-    assert kept == CompletionText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
-    kept, _, _ = feed([b"a", b"\xe2\x82", b"x"], ["x"])
-    assert kept == CompletionText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
-
-
 def test_tokens_without_text_stay_in_front_of_the_stop_only() -> None:
     kept, _, _ = feed([b"", b"a", b"", b"b", b"", b"\n"], ["\n"])
     assert kept.token_ids == (0, 1, 2, 3)
