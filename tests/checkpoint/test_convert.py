@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -34,47 +33,24 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from flexgen_helm.progress import Event, ProgressPhase, describe, observed_by
 from tests.helpers.forks import python
+from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 
 transformers = pytest.importorskip("transformers")
 
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
-SIZES: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 31,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-}
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-
-
-def llama_tensors(config: dict[str, Any] = SIZES, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
-    """A random Llama under the names of its published checkpoints, its head being the embedding itself."""
-    torch.manual_seed(5)
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in range(config["num_hidden_layers"]):
-        here = f"model.layers.{layer}."
-        shapes |= {here + f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
-        shapes |= {here + f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-        shapes |= {here + "mlp.down_proj.weight": (hidden, ffn)}
-        shapes |= {here + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+def tied_tensors(config: dict[str, Any] = SMALL_LLAMA, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    """A random Llama's tensors, its head being the embedding itself."""
+    tensors = {name: tensor.to(dtype) for name, tensor in llama_tensors(config).items()}
     return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
 
 
 def write_pickled(folder: Path, tensors: dict[str, Any] | None = None, shards: int = 1, **config: Any) -> Path:
     """A model folder as published before safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = llama_tensors() if tensors is None else tensors
-    (folder / "config.json").write_text(json.dumps({**SIZES, **config}))
+    tensors = tied_tensors() if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps({**SMALL_LLAMA, **config}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("not part of the model")
     torch.save([1, 2], folder / "training_args.bin")
@@ -103,7 +79,7 @@ def leftovers(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = llama_tensors(dtype=dtype)
+    tensors = tied_tensors(dtype=dtype)
     tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].t()
     tensors["buffer.odd"] = torch.tensor([True, False, True])
     tensors["buffer.scalar"] = torch.tensor(7)
@@ -129,7 +105,7 @@ def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -
     untied = convert(write_pickled(tmp_path / "untied", tie_word_embeddings=False))
     assert "lm_head.weight" in stored(untied.path)
     open_checkpoint(untied.path).verify()
-    apart = {**llama_tensors(), "lm_head.weight": torch.ones(31, 16, dtype=torch.float16)}
+    apart = {**tied_tensors(), "lm_head.weight": torch.ones(31, 16, dtype=torch.float16)}
     assert "lm_head.weight" in stored(convert(write_pickled(tmp_path / "apart", apart)).path)
 
 
@@ -141,7 +117,7 @@ def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) ->
         assert file.read_bytes() == (two / file.name).read_bytes()
     assert not {"README.md", "training_args.bin", PICKLE} & {p.name for p in one.iterdir()}
     assert open_checkpoint(one).fingerprint == open_checkpoint(two).fingerprint
-    changed = llama_tensors()
+    changed = tied_tensors()
     changed["model.norm.weight"][0] += 1
     later = convert(write_pickled(tmp_path / "later", changed)).path
     assert open_checkpoint(later).fingerprint != open_checkpoint(one).fingerprint
@@ -176,8 +152,8 @@ print(max(samples) - before, len(samples), path)
 def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
     """Sampled while a checkpoint of 13 times the bound is converted; whoever reads it whole is caught."""
     bound = 16 << 20
-    config = {**SIZES, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
-    tensors = llama_tensors(config)
+    config = {**SMALL_LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
+    tensors = tied_tensors(config)
     turned = "model.layers.1.mlp.up_proj.weight"
     tensors[turned] = tensors[turned].t().contiguous().t()  # the one kind that needs a copy: 8 MiB
     folder = write_pickled(tmp_path / "large", tensors, **config)
@@ -240,32 +216,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     open_checkpoint(out).verify()
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("step", ["_write_shard", "_put_in_place"])
-def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, step: str) -> None:
-    folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
-    code = (
-        "import os, signal, sys\nfrom flexgen_helm.checkpoint import convert as module\n"
-        f"module.{step} = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "module.convert(sys.argv[1], module.Path(sys.argv[2]))"
-    )
-    done = subprocess.run([*python("all"), "-c", code, str(folder), str(out)], timeout=60)
-    assert done.returncode == -signal.SIGKILL and not out.exists()
-    assert leftovers(out) == [".out.partial"]
-    if step != "_put_in_place":  # there everything is complete but the name
-        with pytest.raises(CheckpointError):
-            open_checkpoint(tmp_path / ".out.partial").verify()
-    convert(folder, out)
-    assert not leftovers(out)
-    open_checkpoint(out).verify()
-
-
 # --- names --------------------------------------------------------------------------------------------------------
-
-
-def age(folder: Path) -> None:
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - 60, time.time() - 60))
 
 
 def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +243,7 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     assert fetch(folder) == done.path
 
     # Another checkpoint in the same folder: never the old conversion, and convert makes the new one.
-    changed = llama_tensors()
+    changed = tied_tensors()
     changed["model.norm.weight"][0] += 1
     write_pickled(folder, changed)
     with pytest.raises(CheckpointError, match=rf"{PICKLE} has changed since it was converted.*convert .*/m` again"):
@@ -338,7 +289,7 @@ def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_pickled(tmp_path / "m", {**llama_tensors(), "epoch": 1})
+    folder = write_pickled(tmp_path / "m", {**tied_tensors(), "epoch": 1})
     assert cli.main(["convert", str(folder), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
@@ -405,7 +356,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path: Path) -> None:
-    tensors = llama_tensors()
+    tensors = tied_tensors()
     folder = write_pickled(tmp_path / "m", tensors)
     content = (folder / PICKLE).read_bytes()
     embedding = tensors["model.embed_tokens.weight"].numpy().tobytes()
@@ -449,7 +400,7 @@ def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
 def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
     folder = write_pickled(tmp_path / "m")
     file = folder / PICKLE
-    torch.save(llama_tensors(), file, _use_new_zipfile_serialization=False)
+    torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"before PyTorch 1\.6.*torch\.save"):
         convert(folder)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
@@ -477,12 +428,12 @@ def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
 )
 def test_tensors_that_are_no_plain_values_are_named(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"tensor odd .*{message}"):
-        convert(write_pickled(tmp_path / "m", {**llama_tensors(), "odd": tensor}))
+        convert(write_pickled(tmp_path / "m", {**tied_tensors(), "odd": tensor}))
 
 
 def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_write_shard", lambda *given: pytest.fail("written"))
-    tensors = llama_tensors()
+    tensors = tied_tensors()
     tensors.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
         convert(write_pickled(tmp_path / "lacking", tensors))
@@ -663,7 +614,7 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch:
 
 
 def test_a_foreign_architecture_is_refused_before_its_weights_come(hub: SimpleNamespace) -> None:
-    config = {**SIZES, "architectures": ["MambaForCausalLM"]}
+    config = {**SMALL_LLAMA, "architectures": ["MambaForCausalLM"]}
     (hub.source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
         convert("org/repo")

@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
@@ -31,23 +29,12 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.base import find_source
-from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.progress import Event, ProgressPhase, observed_by
+from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 from tests.helpers.small_disks import read_only, small_disk
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-SIZES = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "vocab_size": 11,
-    "max_position_embeddings": 16,
-}
 
 
 def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
@@ -65,8 +52,7 @@ def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
     monkeypatch.setattr(fingerprint, "_SMALL", 0)  # these models' weights stand for large ones
 
@@ -74,13 +60,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
     """A tiny Llama folder, written without `transformers`."""
     folder.mkdir(parents=True)
-    family = ARCHITECTURES["llama"]
-    torch.manual_seed(seed)
-    tensors = {
-        find_source(family.tensors, name).name: torch.randn(shape, dtype=torch.float16)
-        for name, shape in tensor_shapes(family.read_config(SIZES)).items()
-    }
-    (folder / CONFIG).write_text(json.dumps(SIZES))
+    tensors = llama_tensors(seed=seed)
+    (folder / CONFIG).write_text(json.dumps(SMALL_LLAMA))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
@@ -90,12 +71,6 @@ def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
         save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
-
-
-def age(folder: Path) -> None:
-    """Make files old enough for their hashes to be remembered."""
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - 60, time.time() - 60))
 
 
 # --- identity ---------------------------------------------------------------------------------------------------
@@ -477,7 +452,7 @@ def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(
 ) -> None:
     config = cache_snapshot(hub) / CONFIG
     config.unlink()
-    config.write_text(json.dumps({**SIZES, **changes}))
+    config.write_text(json.dumps({**SMALL_LLAMA, **changes}))
     asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
     with pytest.raises(UsageError, match=message):
         fetch("org/repo", revision="main")

@@ -7,51 +7,28 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
+from tests.helpers.model_folders import edit_config, edit_weights
+from tests.helpers.tiny_models import llama_config, save_random
 
 transformers = pytest.importorskip("transformers")
 
 
-def save_model(folder: Path, **options: Any) -> None:
-    """A tiny untied Llama with random norms, which would otherwise be ones."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        num_hidden_layers=2,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=20,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    model.save_pretrained(folder, **options)
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untied, with random norms, which would otherwise be ones."""
     folder = tmp_path_factory.mktemp("saved") / "llama"
-    save_model(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 3, "float32")
     return folder
 
 
@@ -59,18 +36,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit_weights(folder: Path, change: Any) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_many_tiles_and_many_threads_give_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every entry of every causal model of transformers is read, bit for bit, from what `save_pretrained` writes."""
+"""Every entry of a causal model of transformers is read, bit for bit, from what `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flexgen_helm.checkpoint.state_dict import StateDictReader
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 from tests.helpers.quantized_sets import fp8_by_block, nvfp4
-from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+from tests.helpers.tiny_causal_models import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
 # One of each kind of mapping: names only, old names, stacked experts from lists and from tensors, transposed and fused.
-QUICK = {
+CLASSES = [
     "LlamaForCausalLM",
     "GPTNeoXForCausalLM",
     "MixtralForCausalLM",
@@ -37,8 +37,7 @@ QUICK = {
     "Llama4ForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "DeepseekV4ForCausalLM",
-}
-CLASSES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in causal_classes()]
+]
 
 
 def build(name: str, **changes: Any) -> tuple[Any, Any]:

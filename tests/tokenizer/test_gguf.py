@@ -8,6 +8,7 @@ import json
 import random
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from flexgen_helm.progress import Event, describe, observed_by
 from flexgen_helm.tokenizer.gguf_tokenizer import IRRELEVANT, NEUTRAL
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from flexgen_helm.tokenizer.tokenizer import _in_use as tokenizers_in_use
+from tests.helpers.gguf_files import Kind, write_gguf
 
 CORPUS = [
     "In 1998 and 2024 the price was 3.14 or 1234567 euros; it's 1998 again, and 99 9999 more.",
@@ -73,6 +75,7 @@ UNREAD = ("tokenizer.ggml.added_tokens", "tokenizer.ggml.strange", "tokenizer.st
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
+@cache
 def learn(model: str) -> tuple[list[str], list[Any]]:
     """Pieces and merges of a tokenizer that was shown no word borders: only a split keeps digits apart."""
     learnt = Backend(models.BPE())
@@ -112,28 +115,17 @@ def vocabulary(model: str) -> dict[str, Any]:
 
 def write(path: Path, keys: dict[str, Any], name: str = "drawn") -> Path:
     """A model of one layer with these keys; None leaves one out."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(name)
     sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
-    for key, value in {**sizes, "attention.head_count": 2}.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    for key, value in keys.items():
-        if value is not None:
-            add: Any = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
-            add[type(value)](key, value)
+    sizes |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
     tokens = len(keys["tokenizer.ggml.tokens"])
     shapes = {"token_embd": (tokens, 32), "output": (tokens, 32), "output_norm": (32,)}
     shapes |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")}
     shapes |= {f"blk.0.ffn_{part}": (32, 32) for part in ("gate", "up", "down")}
     shapes |= {f"blk.0.{part}_norm": (32,) for part in ("attn", "ffn")}
-    for tensor, shape in shapes.items():
-        writer.add_tensor(f"{tensor}.weight", np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = ((f"{tensor}.weight", np.ones(shape, np.float32), Kind.F32) for tensor, shape in shapes.items())
+    return write_gguf(
+        path, "llama", {"general.name": name, **{f".{key}": value for key, value in sizes.items()}, **keys}, tensors
+    )
 
 
 def theirs(path: Path, texts: list[str]) -> list[list[int]]:
@@ -153,7 +145,7 @@ def theirs(path: Path, texts: list[str]) -> list[list[int]]:
     return found
 
 
-def drawn_texts(seed: int, count: int = 150) -> Iterator[str]:
+def drawn_texts(seed: int, count: int = 60) -> Iterator[str]:
     draw = random.Random(seed)
     yield from [*CORPUS[:3], " ", "  a", "\n", " the", "<|user|>\nhi<|end|>\n  <tool> x"]
     for _ in range(count):
@@ -333,8 +325,16 @@ def test_token_ids_are_llama_cpps(tmp_path: Path, model: str, name: str, keys: d
     assert not wrong
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-@pytest.mark.parametrize("key", [*KEYS, *UNREAD])
+# Keys of both, and every other one's with the one or the other.
+BOTH_MODELS = ("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.add_bos_token")
+KEY_CASES = [
+    (model, key)
+    for number, key in enumerate([*KEYS, *UNREAD])
+    for model in (("llama", "gpt2") if key in BOTH_MODELS else [("llama", "gpt2")[number % 2]])
+]
+
+
+@pytest.mark.parametrize(("model", "key"), KEY_CASES)
 def test_every_key_of_llama_cpp_is_read_or_irrelevant_or_refused(tmp_path: Path, model: str, key: str) -> None:
     content = vocabulary(model)
     plain = load(write(tmp_path / "plain.gguf", content))
@@ -417,24 +417,23 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
 # '!' is 17 and printable ASCII follows in order, so '1' is 33; 'Ċ' (newline) is 198, 'Ġ' (space) 216, 'ĠĠ' 256, 'Â½'
 # 16738. Digits are split off first: '  1' keeps its two spaces together, and ' ½' does not lend its space to ½'s first
 # byte, as the plain GPT-2 split would ([216, 216, 33] and [3351, 138]).
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("12345", [33, 34, 35, 36, 37]),
-        (" 1998", [216, 33, 41, 41, 40]),
-        ("  1", [256, 33]),
-        (" ½", [216, 16738]),
-        ("\n", [198]),
-        ("hello world", [28120, 905]),
-        ("  two  spaces", [216, 827, 216, 5600]),
-        ("👍", [10813, 235, 231]),
-        ("<|im_start|>user\nhi<|im_end|>", [1, 4093, 198, 6004, 2]),
-        (" hello <|endoftext|>", [33662, 216, 0]),
-    ],
-)
-def test_smollm2_ids(smollm2: Tokenizer, text: str, ids: list[int]) -> None:
-    assert smollm2.encode(text) == ids
-    assert smollm2.decode(ids) == text
+SMOLLM2_IDS = {
+    "12345": [33, 34, 35, 36, 37],
+    " 1998": [216, 33, 41, 41, 40],
+    "  1": [256, 33],
+    " ½": [216, 16738],
+    "\n": [198],
+    "hello world": [28120, 905],
+    "  two  spaces": [216, 827, 216, 5600],
+    "👍": [10813, 235, 231],
+    "<|im_start|>user\nhi<|im_end|>": [1, 4093, 198, 6004, 2],
+    " hello <|endoftext|>": [33662, 216, 0],
+}
+
+
+def test_smollm2_ids(smollm2: Tokenizer) -> None:
+    for text, ids in SMOLLM2_IDS.items():
+        assert (smollm2.encode(text), smollm2.decode(ids)) == (ids, text)
 
 
 # The vocabulary lacks 21 bytes (six control characters, lead bytes of unassigned planes); encoding drops them.
