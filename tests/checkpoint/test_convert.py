@@ -78,7 +78,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_values_types_and_names_stay_as_they_are(tmp_path, dtype):
     tensors = tied_tensors(dtype=dtype)
     tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].t()
     tensors["buffer.odd"] = torch.tensor([True, False, True])
@@ -100,7 +100,7 @@ def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dt
     assert checkpoint.storage_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
 
 
-def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -> None:
+def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path):
     assert "lm_head.weight" not in stored(convert(write_pickled(tmp_path / "tied")).path)
     untied = convert(write_pickled(tmp_path / "untied", tie_word_embeddings=False))
     assert "lm_head.weight" in stored(untied.path)
@@ -109,7 +109,7 @@ def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -
     assert "lm_head.weight" in stored(convert(write_pickled(tmp_path / "apart", apart)).path)
 
 
-def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
+def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path):
     folder = write_pickled(tmp_path / "m", shards=2)
     one, two = convert(folder, tmp_path / "one").path, convert(folder, tmp_path / "two").path
     assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in two.iterdir())
@@ -149,7 +149,7 @@ print(max(samples) - before, len(samples), path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["as it is", "careless"])
-def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
+def test_memory_stays_at_one_tensor(tmp_path, how):
     """Sampled while a checkpoint of 13 times the bound is converted; whoever reads it whole is caught."""
     bound = 16 << 20
     config = {**SMALL_LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
@@ -165,7 +165,7 @@ def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
     open_checkpoint(path).verify()
 
 
-def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path):
     folder = write_pickled(tmp_path / "m")
     code = (
         "import resource, signal, sys\nfrom flexgen_helm.cli import main\n"
@@ -194,9 +194,7 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["_write_shard", "write_synced", "_put_in_place"])
-def test_interrupted_anywhere_leaves_nothing_and_starts_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_anywhere_leaves_nothing_and_starts_over(tmp_path, monkeypatch, step, capsys):
     folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
     calls, real = [0], getattr(module, step)
 
@@ -219,7 +217,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_finds_its_conversion(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     age(folder)
     with pytest.raises(CheckpointError, match="flexgen-helm convert"):
@@ -258,7 +256,7 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     assert fetch(folder) == folder
 
 
-def test_an_existing_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+def test_an_existing_folder_of_something_else_is_not_touched(tmp_path):
     folder, another = write_pickled(tmp_path / "m"), write_pickled(tmp_path / "n")
     with pytest.raises(UsageError, match="exists and is no conversion; name another folder with --out"):
         convert(folder, folder)
@@ -269,7 +267,7 @@ def test_an_existing_folder_of_something_else_is_not_touched(tmp_path: Path) -> 
     open_checkpoint(convert(folder, tmp_path / "empty").path).verify()
 
 
-def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_convert_says_so(tmp_path, capsys):
     folder = write_pickled(tmp_path / "m")
     done = convert(folder)
     gguf = tmp_path / "m.gguf"
@@ -288,7 +286,7 @@ def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
         convert(folder)
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(tmp_path, capsys):
     folder = write_pickled(tmp_path / "m", {**tied_tensors(), "epoch": 1})
     assert cli.main(["convert", str(folder), "--json"]) == 0
     said = capsys.readouterr()
@@ -311,9 +309,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("where", ["whole", "shard"])
-def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
-    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(tmp_path, where, capsys):
     ran = tmp_path / "ran"
     folder = write_pickled(tmp_path / "m", shards=2 if where == "shard" else 1)
     file = sorted(folder.glob("pytorch_model*.bin"))[-1]
@@ -328,7 +324,7 @@ def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
     assert ran.exists()
 
 
-def test_pickles_are_opened_in_one_place_and_guarded() -> None:
+def test_pickles_are_opened_in_one_place_and_guarded():
     package = Path(module.__file__).parents[1]
     found = {}
     for path in package.rglob("*.py"):
@@ -339,14 +335,14 @@ def test_pickles_are_opened_in_one_place_and_guarded() -> None:
     assert found == {"convert.py": {"map_location": "'cpu'", "weights_only": "True", "mmap": "True"}}
 
 
-def test_an_old_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_is_refused(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(UsageError, match=r"torch 2\.9\.1.*2\.10 or later"):
         convert(folder)
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_is_refused(tmp_path):
     folder = write_pickled(tmp_path / "m")
     content = (folder / PICKLE).read_bytes()
     for cut in sorted({0, 1, 3, len(content) - 1, *(len(content) * i // 9 for i in range(9))}):
@@ -355,7 +351,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             convert(folder)
 
 
-def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path):
     tensors = tied_tensors()
     folder = write_pickled(tmp_path / "m", tensors)
     content = (folder / PICKLE).read_bytes()
@@ -368,7 +364,7 @@ def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path: Path) -> None
             convert(folder)
 
 
-def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path: Path) -> None:
+def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path):
     """A folder of links into the hub's store, named by path: the hash is compared, not only believed."""
     folder = write_pickled(tmp_path / "m")
     content = (folder / PICKLE).read_bytes()
@@ -381,14 +377,14 @@ def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path: Path) -> None:
         convert(folder, tmp_path / "other")
 
 
-def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder / "config.json" / "below a file"))
     with pytest.raises(CheckpointError, match="cannot be written"):
         convert(folder)
 
 
-def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_process_is_told_of_the_first(tmp_path):
     folder = write_pickled(tmp_path / "m")
     with (
         module._locked(tmp_path / "out"),
@@ -397,7 +393,7 @@ def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out")
 
 
-def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
+def test_other_formats_are_refused_by_what_they_are(tmp_path):
     folder = write_pickled(tmp_path / "m")
     file = folder / PICKLE
     torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False)
@@ -426,12 +422,12 @@ def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
         (torch.zeros(3, dtype=torch.complex64), "has the type complex64"),
     ],
 )
-def test_tensors_that_are_no_plain_values_are_named(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+def test_tensors_that_are_no_plain_values_are_named(tmp_path, tensor, message):
     with pytest.raises(CheckpointError, match=rf"tensor odd .*{message}"):
         convert(write_pickled(tmp_path / "m", {**tied_tensors(), "odd": tensor}))
 
 
-def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_model_needs_is_checked_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_write_shard", lambda *given: pytest.fail("written"))
     tensors = tied_tensors()
     tensors.pop("model.norm.weight")
@@ -443,7 +439,7 @@ def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeyp
         convert(write_pickled(tmp_path / "foreign", architectures=["MambaForCausalLM"]))
 
 
-def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
+def test_an_index_and_its_shards_must_agree(tmp_path):
     folder = write_pickled(tmp_path / "m", shards=2)
     index = json.loads((folder / PICKLE_INDEX).read_text())
     first, second = sorted(set(index["weight_map"].values()))
@@ -456,7 +452,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
 # --- damage to a conversion ---------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path: Path) -> None:
+def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path):
     done = convert(write_pickled(tmp_path / "m"), tmp_path / "out", shard_bytes=2000).path
     entries = json.loads((done / MANIFEST).read_text())["tensors"]
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
@@ -472,7 +468,7 @@ def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", MANIFEST])
-def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path: Path, name: str) -> None:
+def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path, name):
     done = convert(write_pickled(tmp_path / "m")).path
     content = bytearray((done / name).read_bytes())
     if name == MANIFEST:
@@ -487,14 +483,14 @@ def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "flexgen_helm conversion 1"}'])
-def test_an_unusable_manifest_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_unusable_manifest_is_refused(tmp_path, content):
     done = convert(write_pickled(tmp_path / "m")).path
     (done / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=MANIFEST):
         open_checkpoint(done)
 
 
-def test_tensors_are_hashed_at_the_first_load_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
     done = convert(write_pickled(tmp_path / "m"), shard_bytes=2000).path
     age(done)
     hashed: list[Event] = []
@@ -554,7 +550,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespace) -> None:
+def test_a_hub_model_is_converted_once_and_found_by_its_name(hub):
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
         fetch("org/repo")
     assert not hub.asked, "pickles are fetched under convert only"
@@ -580,7 +576,7 @@ def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespac
         fetch("org/repo", "v2")
 
 
-def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
+def test_a_later_commit_is_another_model(hub):
     first = convert("org/repo")
     hub.commit = LATER
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
@@ -590,7 +586,7 @@ def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
     assert second.path.name == LATER and fetch("org/repo") == second.path
 
 
-def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) -> None:
+def test_cached_pickles_are_converted_without_a_network(hub):
     convert("org/repo", state_dir() / "elsewhere")
     hub.online, hub.asked = False, []
     assert convert("org/repo").path == hub_conversion("org/repo", COMMIT)
@@ -600,7 +596,7 @@ def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) ->
         convert("org/repo", state_dir() / "third")
 
 
-def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_nothing_in_vain(hub, monkeypatch):
     (hub.source / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="nothing needs converting"):
         convert("org/repo")
@@ -613,7 +609,7 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch:
     monkeypatch.undo()
 
 
-def test_a_foreign_architecture_is_refused_before_its_weights_come(hub: SimpleNamespace) -> None:
+def test_a_foreign_architecture_is_refused_before_its_weights_come(hub):
     config = {**SMALL_LLAMA, "architectures": ["MambaForCausalLM"]}
     (hub.source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):

@@ -14,7 +14,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
-from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, write_gguf
+from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, llama_cpp, write_gguf
 from tests.helpers.tiny_models import config_like_llama
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, LAYERS, HEAD_DIM = 64, 4, 2, 96, 64, 3, 16
@@ -121,10 +121,7 @@ def write(
 
 def theirs(path: Path) -> list[float] | None:
     """Log-probabilities of some tokens behind the prompt by llama.cpp; None if it refuses the file."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
-    settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 256, 1, False
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    xllamacpp, settings = llama_cpp(path, 256)
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     try:
@@ -209,9 +206,7 @@ CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in OF_EXPER
 
 
 @pytest.mark.parametrize(("arch", "name", "keys", "more"), CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
-def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(
-    tmp_path: Path, arch: str, name: str, keys: dict[str, Any], more: dict[str, tuple[int, ...]]
-) -> None:
+def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(tmp_path, arch, name, keys, more):
     found = ours(write(tmp_path / "m.gguf", arch, keys, more))
     assert (found is not None) == (arch in TAKEN_BY.get(name, ARCHS))
     if found is None or (arch, name) == ("phi3", "window"):  # llama.cpp has switched off this window (#13676)
@@ -224,7 +219,7 @@ def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("arch", OF_EXPERTS_ARCHS)
-def test_experts_of_another_type_are_the_numbers_that_they_stand_for(tmp_path: Path, arch: str, kind: str) -> None:
+def test_experts_of_another_type_are_the_numbers_that_they_stand_for(tmp_path, arch, kind):
     stored = Kind[kind]
     found = ours(write(tmp_path / "m.gguf", arch, {}, {}, kind=stored))
     reference = theirs(write(tmp_path / "folded.gguf", arch, {}, {}, folded=True, kind=stored))

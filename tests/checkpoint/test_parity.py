@@ -35,7 +35,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("dtype", "shards"), [("float32", 6000), ("float16", 10**9), ("bfloat16", 6000)])
-def test_tensors_equal_those_in_transformers(dtype: str, shards: int, tmp_path: Path) -> None:
+def test_tensors_equal_those_in_transformers(dtype, shards, tmp_path):
     model = save_random(tmp_path / "saved", VARIANTS["llama-untied-biases"](), 3, dtype).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "m", max_shard_size=shards)
     assert (tmp_path / "m" / "model.safetensors.index.json").exists() == (shards == 6000)
@@ -51,7 +51,7 @@ def test_tensors_equal_those_in_transformers(dtype: str, shards: int, tmp_path: 
     assert NAMES.keys() <= checkpoint.shapes.keys() and checkpoint.tokenizer_path is None
 
 
-def test_bare_decoder_export_of_opt_is_found_by_its_other_prefix(tmp_path: Path) -> None:
+def test_bare_decoder_export_of_opt_is_found_by_its_other_prefix(tmp_path):
     model = save_random(tmp_path / "saved", VARIANTS["opt"](), 3)
     model.model.save_pretrained(tmp_path / "m")
     names = load_file(tmp_path / "m" / "model.safetensors")
@@ -69,7 +69,7 @@ TIED = {
 
 @pytest.mark.parametrize("stored", ["the table again", "another matrix"])
 @pytest.mark.parametrize("name", TIED)
-def test_a_stored_head_is_used_whatever_the_configuration_says(name: str, stored: str, tmp_path: Path) -> None:
+def test_a_stored_head_is_used_whatever_the_configuration_says(name, stored, tmp_path):
     """`transformers` does not tie a head that the files have with other values; fine-tunes trained it."""
     path, cls = tmp_path / "m", getattr(transformers, name)
     model = save_random(path, TIED[name](), 3)
@@ -98,7 +98,7 @@ def write_config(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.one_release
-def test_dummy_weights_follow_seed_and_name_alone(tmp_path: Path) -> None:
+def test_dummy_weights_follow_seed_and_name_alone(tmp_path):
     folder = tmp_path / "m"
     write_config(folder, tie_word_embeddings=False)
     first, again, seeded = (open_checkpoint(folder, weights="dummy", seed=seed) for seed in (0, 0, 1))
@@ -116,7 +116,7 @@ def test_dummy_weights_follow_seed_and_name_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_release
-def test_dummy_weights_of_the_catalog() -> None:
+def test_dummy_weights_of_the_catalog():
     big = open_checkpoint("flexgen/opt-175b-4bit", weights="dummy")
     assert big.tensor("layers.95.attn.q.bias").shape == (12288,)
     small = open_checkpoint("smollm2-135m", weights="dummy")
@@ -130,7 +130,7 @@ def test_dummy_weights_of_the_catalog() -> None:
 
 
 @pytest.mark.one_release
-def test_dummy_hidden_states_of_a_deep_model_stay_small(tmp_path: Path) -> None:
+def test_dummy_hidden_states_of_a_deep_model_stay_small(tmp_path):
     """The residual stream of 48 random layers, computed by `transformers`, is far from float16's end."""
     config = write_config(tmp_path, hidden_size=64, num_hidden_layers=48)
     dummy = open_checkpoint(tmp_path, weights="dummy")

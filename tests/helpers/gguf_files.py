@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -42,6 +43,15 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def llama_cpp(path: Path, positions: int) -> tuple[Any, Any]:
+    """Return llama.cpp's module and its settings of a server for this file; skip the test without its wheel."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), positions, 1, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    return xllamacpp, settings
 
 
 # ---- models of transformers ----
