@@ -110,12 +110,12 @@ def prefix_space(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_ids(folders: dict[str, Path], name: str) -> None:
+def test_golden_ids(folders, name):
     assert [load(folders[name]).encode(text) for text in GOLDEN_TEXTS] == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_of_the_file(folders: dict[str, Path], name: str) -> None:
+def test_ids_of_the_file(folders, name):
     tokenizer = load(folders[name])
     assert tokenizer.encode_batch(SAMPLES) == [expected(name, text) for text in SAMPLES]
     plain = [reference(name).encode(text, add_special_tokens=False).ids for text in SAMPLES]
@@ -127,7 +127,7 @@ def test_ids_of_the_file(folders: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].single_file])
 @pytest.mark.parametrize("class_name", ["LlamaTokenizer", "Qwen2Tokenizer", "Unheard"])
-def test_the_class_does_not_change_the_pipeline(tmp_path: Path, name: str, class_name: str) -> None:
+def test_the_class_does_not_change_the_pipeline(tmp_path, name, class_name):
     """`transformers` rebuilds normalizer, pre-tokenizer and decoder by class; the file is what was published."""
     folder = FAMILIES[name].write(tmp_path / name)
     for add_bos in (True, False):  # the post-processor of the file decides, as it does in `transformers` 5
@@ -142,7 +142,7 @@ def test_the_class_does_not_change_the_pipeline(tmp_path: Path, name: str, class
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_none_or_one_bos(folders: dict[str, Path], name: str) -> None:
+def test_none_or_one_bos(folders, name):
     tokenizer, bos = load(folders[name]), FAMILIES[name].bos
     assert tokenizer.adds_bos == (bos is not None)
     if bos is None:
@@ -168,7 +168,7 @@ CONTEXTS = ["the cat", "Hello", "1998", "the cat.", "can't", "世界", "(a)", "�
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_are_split_at_their_borders(folders: dict[str, Path], name: str) -> None:
+def test_words_are_split_at_their_borders(folders, name):
     """What lets a target be scored as the last tokens of context and target: the context's ids stay as they were."""
     tokenizer = load(folders[name])
     for context in CONTEXTS:
@@ -193,7 +193,7 @@ def test_words_are_split_at_their_borders(folders: dict[str, Path], name: str) -
 @settings(max_examples=40, deadline=None)
 @given(TEXTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_prefix_has_the_bytes_of_the_text(folders: dict[str, Path], name: str, text: str) -> None:
+def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
     tokenizer = load(folders[name])
     ids = tokenizer.encode(text, add_special_tokens=False)
     leads = prefix_space(name) if FAMILIES[name].dummy == "every" or not text.startswith(" ") else ""
@@ -211,7 +211,7 @@ def test_every_prefix_has_the_bytes_of_the_text(folders: dict[str, Path], name: 
     assert seen == want
 
 
-def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> None:
+def test_what_pipelines_change_or_drop_is_theirs(folders):
     def through(name: str, text: str) -> str:
         tokenizer = load(folders[name])
         return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
@@ -226,7 +226,7 @@ def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> No
 # ---- files that are not all there ----
 
 
-def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path: Path) -> None:
+def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path):
     folder = FAMILIES["phi3"].write(tmp_path / "phi3")
     assert FAMILIES["phi3"].config["add_bos_token"] is False
     backend = FAMILIES["phi3"].backend()
@@ -237,7 +237,7 @@ def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path: Path) -
     assert tokenizer.encode("word")[0] == tokenizer.bos_id == 1
 
 
-def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(FAMILIES["llama2"].config))
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("missing", ["merges.txt", "tokenizer_config.json"])
-def test_opt_without_one_of_its_files_is_refused(tmp_path: Path, missing: str) -> None:
+def test_opt_without_one_of_its_files_is_refused(tmp_path, missing):
     folder = FAMILIES["opt"].write(tmp_path / "opt")
     (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
     assert Tokenizer.from_path(folder) is not None
