@@ -126,7 +126,7 @@ def off(model: Any, result: GenerationResult) -> float:
 
     def logprobs(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+            return torch.log_softmax(model(input_ids=torch.tensor([ids[:-1]])).logits[0].float(), -1)
 
     return torch.tensor([0.0, *differences(logprobs, result.prompt_token_ids, result)]).max().item()
 

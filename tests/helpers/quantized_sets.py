@@ -224,7 +224,7 @@ def bnb_nf4(rng: np.random.Generator, out: int, into: int, nested: bool = False)
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
         bytes_ = torch.from_numpy(rng.integers(0, 256, blocks).astype(np.uint8))
         nested_table, nested_largest = torch.linspace(-1, 1, 256), _scales(rng, -(-blocks // 256), dtype=torch.float32)
-        largest = torch.stack([nested_table[int(b)] * nested_largest[i // 256] + 0.25 for i, b in enumerate(bytes_)])
+        largest = nested_table[bytes_.long()] * nested_largest[torch.arange(blocks) // 256] + 0.25
         stored |= {
             "weight.absmax": bytes_,
             "weight.nested_quant_map": nested_table,
@@ -233,7 +233,7 @@ def bnb_nf4(rng: np.random.Generator, out: int, into: int, nested: bool = False)
     stored["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(
         bytearray(json.dumps(state).encode()), dtype=torch.uint8
     )
-    values = torch.stack([table[int(code)] * largest[i // 64] for i, code in enumerate(codes)])
+    values = table[codes] * largest[np.arange(len(codes)) // 64]
     return stored, values.view(out, into)
 
 
