@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def home_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def home_of_the_test(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))

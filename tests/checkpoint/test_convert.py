@@ -516,7 +516,7 @@ def test_tensors_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def hub(tmp_path, monkeypatch) -> SimpleNamespace:
     """A hub with one repository of pickled shards, reached without a network; `asked` lists what was downloaded."""
     cache, source = tmp_path / "hub", write_pickled(tmp_path / "published", shards=2)
     (source / "pytorch_model-00009-of-00009.bin").write_bytes(b"not in the index")

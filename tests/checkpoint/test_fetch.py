@@ -50,7 +50,7 @@ def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(mo
 
 
 @pytest.fixture(autouse=True)
-def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_files_are_large(monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
     monkeypatch.setattr(fingerprint, "_SMALL", 0)  # these models' weights stand for large ones
 
@@ -257,7 +257,7 @@ def test_the_real_wheel(monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch) -> Path:
     """An empty hub cache, offline."""
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -45,7 +45,7 @@ def write(path: Path, model: Any, arch: str = "llama", kind: Kind = F16, **chang
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def built(tmp_path_factory) -> Any:
     """built('qwen3') -> folder of safetensors, GGUF file, model in float32."""
     made: dict[str, tuple[Path, Path, Any]] = {}
 
@@ -103,7 +103,7 @@ def test_transformers_reads_the_same_file_to_the_same_model(built, name):
 
 
 @pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama_folder(tmp_path_factory) -> tuple[Path, Any]:
     """A folder and its model, whose rows have a multiple of 32 elements."""
     folder = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -111,7 +111,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def llama(llama_folder: tuple[Path, Any]) -> Any:
+def llama(llama_folder) -> Any:
     return llama_folder[1]
 
 

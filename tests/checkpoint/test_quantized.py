@@ -43,7 +43,7 @@ def read_whole(tensor: LogicalTensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def weight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogicalTensor, Any]:
+def weight(request, tmp_path_factory) -> tuple[LogicalTensor, Any]:
     config, write = FORMATS[request.param]
     parts, values = write(np.random.default_rng(7), OUT, IN)
     stored = {f"a.{name}": tensor for name, tensor in parts.items()}
@@ -145,7 +145,7 @@ MODELS = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("plain") / "llama"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 3, "bfloat16")

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
     """Untied, with random norms, which would otherwise be ones."""
     folder = tmp_path_factory.mktemp("saved") / "llama"
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
+def folder(saved, tmp_path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 

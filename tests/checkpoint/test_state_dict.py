@@ -102,7 +102,7 @@ def test_shards_and_tied_heads(name, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def llama(tmp_path_factory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     model, empty = build("LlamaForCausalLM", tie_word_embeddings=True)
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
@@ -159,7 +159,7 @@ def test_faults_are_named(llama, tmp_path, damage, message):
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def experts(tmp_path_factory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     model, empty = build("Qwen3MoeForCausalLM")
     folder = tmp_path_factory.mktemp("experts")
     model.save_pretrained(folder)

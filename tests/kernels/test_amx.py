@@ -28,7 +28,7 @@ def unit():
 
 
 @pytest.fixture(autouse=True)
-def any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+def any_number_of_rows(monkeypatch):
     monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 

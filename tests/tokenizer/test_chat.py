@@ -20,7 +20,7 @@ from tests.helpers.chat_models import CHAT_MODELS, CHATML
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     loaded = {}
     for name, model in CHAT_MODELS.items():
         tokenizer = Tokenizer.from_path(model.write(tmp_path_factory.mktemp("chat") / "model"))

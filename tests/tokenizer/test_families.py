@@ -64,7 +64,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     return {name: family.write(root / name) for name, family in FAMILIES.items()}
 

@@ -399,7 +399,7 @@ def test_metadata_equals_gguf_reader(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def smollm2(wheel_model: Path) -> Tokenizer:
+def smollm2(wheel_model) -> Tokenizer:
     return load(wheel_model)
 
 

@@ -36,7 +36,7 @@ def load(path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: FAMILIES[name].write(root / name) for name in ("gpt2", "llama2", "opt")}
     write(folders["llama2"], "chat_template.jinja", TEMPLATE)
