@@ -26,25 +26,17 @@ from tests.cuda.engine_runs import (
     LIMITS,
     MIB,
     PLACEMENTS,
+    ROOMY,
     THIRDS,
     assert_close,
     each_family,
     requests,
     run,
-    selected_and_slow,
 )  # fmt: skip
+from tests.helpers.shares import share
 from tests.helpers.tiny_models import VARIANTS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SELECTED = {
-    ("opt", torch.float16), ("bloom", torch.float16), ("gemma2", torch.bfloat16), ("mixtral", torch.float16),
-    ("qwen3-windows", torch.float32),
-}  # fmt: skip
-# Schedule, placement, overlap, attention on the host.
-SELECTED_PLACES = {
-    ("zigzag", "disk", True, False), ("zigzag", "host", True, False), ("row", "thirds", False, True),
-    ("zigzag", "thirds", True, True), ("row", "resident", True, False),
-}  # fmt: skip
 
 
 def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
@@ -56,10 +48,7 @@ def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize(
-    "variant, dtype",
-    selected_and_slow(dict.fromkeys([*each_family(VARIANTS, DTYPES), *sorted(SELECTED, key=str)]), SELECTED),
-)
+@pytest.mark.parametrize("variant, dtype", each_family(VARIANTS, DTYPES))
 def test_every_family(tiny, tmp_path, variant, dtype):
     check(tiny(variant), variant, tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
 
@@ -67,11 +56,7 @@ def test_every_family(tiny, tmp_path, variant, dtype):
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "schedule, placement, overlap, cpu_attention",
-    selected_and_slow(
-        itertools.product(("row", "zigzag"), PLACEMENTS, (True, False), (True, False)),
-        SELECTED_PLACES,
-        of=2,
-    ),
+    share(itertools.product(("row", "zigzag"), PLACEMENTS, (True, False), (True, False)), 2),
 )
 def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_attention):
     settings = dict(schedule=schedule, overlap=overlap, cpu_attention=cpu_attention)
@@ -171,16 +156,20 @@ def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
     device.check()
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("placement", ["resident", "host"])
-@pytest.mark.parametrize("number", [3, 40, 170])
+@pytest.mark.fast(3)
+@pytest.mark.parametrize(
+    "placement, number",
+    [("graphs", 5), ("graphs", 60), ("resident", 3), ("resident", 170), ("host", 3), ("host", 40)],
+)
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
-    model, asked = tiny("llama"), requests(6)
+    """In an operation the batches are halved; in a capture the graphs end."""
+    model, asked = tiny("llama"), requests(6, new=4)
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    settings = {} if placement == "resident" else dict(policy=HOST, schedule="zigzag", cpu_attention=False)
+    settings = {"limits": ROOMY if placement == "graphs" else LIMITS, "offload_dir": tmp_path}
+    settings |= dict(policy=HOST, schedule="zigzag", cpu_attention=False) if placement == "host" else {}
     with (
         cuda_in_host_memory() as device,
-        Engine.from_pretrained(model.path, device="cuda", limits=LIMITS, offload_dir=tmp_path, **settings) as engine,
+        Engine.from_pretrained(model.path, device="cuda", **settings) as engine,
     ):
         device.memory[0].failing = {device.memory[0].num_allocations + number}
         results = engine.run(asked)

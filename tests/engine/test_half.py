@@ -15,9 +15,6 @@ from tests.helpers.tiny_models import TinyModel
 WORST, MEAN = 5e-2, 5e-3
 
 
-STEADY = ["llama", "llama-untied-biases", "opt-350m", "mistral", "qwen3-windows", "gemma2", "bloom", "pythia"]
-
-
 def requests(**options):
     return [
         GenerationRequest(prompt_token_ids=[1, *ids], echo_logprobs=True, seed=i, ignore_eos=True, **options)
@@ -32,7 +29,7 @@ def half(monkeypatch):
     monkeypatch.setattr(attention, "_FUSED", None)
 
 
-@pytest.mark.parametrize("variant", STEADY)
+@pytest.mark.parametrize("variant", ["llama", "opt-350m", "gemma2", "bloom"])
 def test_16_bit_compute_stays_within_its_tolerance(tiny, half, variant):
     model, asked = tiny(variant), [*requests(max_tokens=6), *requests(max_tokens=6, n=3, temperature=1.0)]
     with Engine.from_pretrained(model.path) as engine:

@@ -14,12 +14,8 @@ from flexgen_helm.engine import attention_metadata
 from flexgen_helm.models import attention
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.planner.placement import UNLIMITED
-from flexgen_helm.planner.policy import ROW
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from flexgen_helm.scheduling import prefix_tree
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.prepare import planned_workload, prepare
 from tests.helpers.faults import replaced
 from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
@@ -322,14 +318,3 @@ def test_a_value_that_is_not_finite_in_a_prefix_fails_its_users_alone(tiny, monk
         results = engine.run(requests)
         engine.ledger.check({"weights": engine.ledger.in_use})
     assert [result.error is not None for result in results] == [True] * 3 + [False] * 3
-
-
-def test_what_is_planned_is_told_to_the_planner(tiny):
-    """The workload that predictions are made for has the tokens that will be computed."""
-    requests = [GenerationRequest(prompt_token_ids=[*range(2, 30), 40 + i], max_tokens=1) for i in range(6)]
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        distinct = prepare(requests, engine.config, engine.tokenizer, ROW).distinct
-    for with_prefixes, cache_format, computed in ((True, None, 28 + 6), (False, None, 6 * 29), (True, "channels", 94)):
-        given = PrefixCostModel(UNLIMITED, 0.0), with_prefixes, FORMATS.get(cache_format)
-        workload = planned_workload(distinct, *given)
-        assert workload.computed * workload.num_sequences == pytest.approx(computed)

@@ -202,17 +202,6 @@ def test_a_guess_that_fails_harms_nothing(streamer):
     within(lambda: use(experts, STAGES[0], [0]))
 
 
-def test_an_expert_that_was_not_asked_for_is_refused(streamer):
-    experts = streamer(2, Disk())
-    experts.use(ALL[:2], STAGES[0], False)
-    with pytest.raises(AssertionError, match="was not asked for"):
-        experts.matrix(ALL[2], "a")
-    experts.matrix(ALL[1], "a")
-    with pytest.raises(AssertionError, match="another order"):
-        experts.matrix(ALL[0], "a")
-    experts.cancel()
-
-
 def settled(disk: Disk, count: int) -> list[str]:
     """The reads, once there are so many; a little longer, for one too many."""
     deadline = time.monotonic() + 5.0

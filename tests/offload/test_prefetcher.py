@@ -199,9 +199,3 @@ def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known(tmp_path):
     prefetcher.start("a", [matrix], None)
     with pytest.raises(AssertionError, match="was expected next"):
         prefetcher.start("b", [matrix], 1)
-
-
-def test_a_unit_beyond_the_ring_is_refused(tmp_path):
-    with pytest.raises(AssertionError, match="in a ring of"):
-        matrix = Source().matrix("a", "m", 1, 5 * ALIGNMENT, 1)
-        WeightPrefetcher(StagingRing(2 * ALIGNMENT), tiers_of(tmp_path)).start("a", [matrix], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,12 +60,3 @@ def test_the_model_would_notice_an_overlap():
     ring._slots.popleft()
     third = ring.acquire(1)
     assert third.offset == first.offset and not first.released
-
-
-def test_memory_is_aligned_and_may_be_the_callers():
-    ring = StagingRing(5000)
-    assert ring.capacity == 2 * ALIGNMENT and ring.memory(ring.acquire(ALIGNMENT)).data_ptr() % ALIGNMENT == 0
-    memory = torch.zeros(ALIGNMENT, dtype=torch.uint8)
-    ring = StagingRing(ALIGNMENT, memory)
-    ring.memory(ring.acquire(1)).fill_(7)
-    assert bool((memory == 7).all())

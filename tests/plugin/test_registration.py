@@ -28,7 +28,6 @@ from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
-from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -290,14 +289,6 @@ def test_registration_is_light_and_can_be_repeated() -> None:
     brought = set(json.loads(done.stdout.splitlines()[-1]))
     assert not brought & {"torch", "transformers", "tokenizers", "numba", "scipy", "gguf", "safetensors"}
     assert "cannot register" not in done.stdout + done.stderr
-
-
-def test_helm_as_a_module_says_what_is_wrong_with_a_name_and_nothing_else(tmp_path: Path) -> None:
-    arguments = ["-r", "simple_mcqa:model=flexgen/opt126m", "--suite", "s", "-m", "1"]
-    command = [*python("all"), "-m", "helm.benchmark.run", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("flexgen_helm: model 'opt126m' is not known; did you mean opt-125m?")
 
 
 def test_scenarios_are_refused_under_another_name() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -63,6 +64,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "id outside": ({"prompt_token_ids": [VOCABULARY]}, "outside the vocabulary"),
     "negative id": ({"prompt_token_ids": [-1]}, "outside the vocabulary"),
     "id is a text": ({"prompt_token_ids": ["a"]}, "no token id"),
+    "ids are a text": ({"prompt_token_ids": "78"}, ""),
+    "ids are floats": ({"prompt_token_ids": np.array([7.0, 8.0])}, ""),
+    "ids are nested": ({"prompt_token_ids": [[7, 8]]}, ""),
+    "prompt and ids": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
+    "nothing to be drawn from": ({"prompt": "a", "top_p": 0.0}, "top_p"),
+    "no completion": ({"prompt": "a", "n": 0}, "n"),
+    "less than no token": ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    "stop is an array": ({"prompt": "a", "stop": np.array(["b", "c"])}, ""),
+    "stop is an iterator": ({"prompt": "a", "stop": iter("bc")}, ""),
+    "messages without a template": ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
     "temperature is no number": ({"prompt": "a", "temperature": float("nan")}, "temperature"),
     "empty stop string": ({"prompt": "a", "stop": [""]}, "non-empty"),
     "stop is a number": ({"prompt": "a", "stop": [3]}, "non-empty"),
