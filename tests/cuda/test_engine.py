@@ -19,6 +19,7 @@ from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
+from tests.cuda import costs
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import (
     DISK,
@@ -39,18 +40,19 @@ from tests.helpers.tiny_models import VARIANTS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
-    with cuda_in_host_memory() as device:
+def check(model, folder, dtype=torch.float16, asked=None, **settings):
+    """Compare a run with `transformers`; return its record and costs."""
+    with cuda_in_host_memory() as device, costs.counted(device) as counts:
         results, record = run(model.path, asked or requests(), dtype, offload_dir=folder, **settings)
     device.check()
     assert_close(model, results, dtype)
-    return device, record
+    return record, counts
 
 
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("variant, dtype", each_family(VARIANTS, DTYPES))
 def test_every_family(tiny, tmp_path, variant, dtype):
-    check(tiny(variant), variant, tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
+    check(tiny(variant), tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
 
 
 @pytest.mark.fast(3)
@@ -62,8 +64,10 @@ def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_atten
     settings = dict(schedule=schedule, overlap=overlap, cpu_attention=cpu_attention)
     if PLACEMENTS[placement] is not None:
         settings["policy"] = PLACEMENTS[placement]
-    asked = [*requests(3, 30, 1), *requests(4, 30, 6)]
-    check(tiny("llama"), "llama", tmp_path, asked=asked, **settings)
+    asked = [*requests(3, 30, 1), *requests(4, 30, 6, shared=20)]
+    _, counts = check(tiny("llama"), tmp_path, asked=asked, **settings)
+    if not cpu_attention:  # the host attends to keys that it has waited for
+        costs.check(counts)
 
 
 @pytest.mark.fast(2)
@@ -75,11 +79,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     with Engine.from_pretrained(model.path, device="cpu", precision=precision, offload_dir=tmp_path) as engine:
         expected = [x for result in engine.run(asked) for x in result.prompt_logprobs[1:]]
     settings = {} if placement == "resident" else dict(policy=PLACEMENTS[placement], schedule="zigzag")
-    with cuda_in_host_memory() as device:
+    with cuda_in_host_memory() as device, costs.counted(device) as counts:
         results, _ = run(
             model.path, asked, torch.float16, precision=precision, offload_dir=tmp_path, cpu_attention=False, **settings
         )
     device.check()
+    costs.check(counts)
     scores = [x for result in results for x in result.prompt_logprobs[1:]]
     # Where keys are packed and values selected by them, another selection is a larger step.
     bound = 5e-2 if precision == "4bit-s" else 2e-2
@@ -96,7 +101,7 @@ def test_automatic_plans_of_weights_that_exceed_the_device(tiny, tmp_path, monke
     """The search places weights, cache and hidden states; two runs, the second with what the first has learnt."""
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
     small = MemoryLimits(gpu=120 << 10, cpu=32 * MIB, disk=256 * MIB)
-    _, record = check(tiny("opt"), "opt", tmp_path, limits=small)
+    record, _ = check(tiny("opt"), tmp_path, limits=small)
     assert record["achieved_placement"]["weights"]["gpu"] < 1 and record["predicted_latency_s"] > 0
     assert record["bytes"]["cpu_to_gpu"]["weights"] > 0
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 # Log-probabilities in 16-bit compute: each within 5e-2, on the mean within 5e-3.
 WORST, MEAN = 5e-2, 5e-3
-# Kinds of model that lose more in 16 bits, in `transformers` too (tests/engine/test_half.py): held to a mean.
+# Kinds of model that lose more in 16 bits, in `transformers` too (`assert_close` of tests/cuda): held to a mean.
 COSTLY, COSTLY_MEAN = ("gemma3", "gemma3-with-images", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"), 2e-2
 
 

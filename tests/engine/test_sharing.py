@@ -272,9 +272,7 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
     assert answered
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("schedule", ["prefill-only", "zigzag"])
-@pytest.mark.parametrize("room", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("schedule, room", [("prefill-only", 0.05), ("zigzag", 0.3)])
 def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_path, packed, schedule, room):
     """A packed cache elsewhere leaves the newest tokens of every prefix on the computing's tier: as many are shared
     as it holds."""

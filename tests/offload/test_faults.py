@@ -149,9 +149,8 @@ def test_a_cache_that_cannot_be_stored_is_never_read_as_if_it_were(tiny, expecte
 # Killed at random points. One process imports everything and forks the victims, which costs milliseconds each.
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
-@pytest.mark.parametrize("mib", [0.4, 0.8, 1.6])
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("precision, mib", [("fp16", 0.4), ("4bit", 0.8), ("paper-4bit", 1.6)])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     """Prompts and steps of a cache on the disk fill whole pages, which rows wait for as for any other room."""
     requests = [

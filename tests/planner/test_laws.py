@@ -65,8 +65,8 @@ def test_a_data_set_that_no_pass_can_hold_is_scored_in_blocks(model, machine):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     names = sorted(CATALOG, key=lambda name: CATALOG[name].config.hidden_size)
-    some = random.Random(machine).sample(names, 3)
-    assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], *some)])
+    some = random.Random(machine).choice(names)
+    assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], some)])
 
 
 def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
@@ -140,7 +140,7 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
 
 
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))
-@settings(max_examples=share_of(25, 4), deadline=None, derandomize=True)
+@settings(max_examples=share_of(25, 12), deadline=None, derandomize=True)
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "read")
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "cpu")
 @example(("opt-30b", "t4", (512, 8, 9), "fp16"), "link")

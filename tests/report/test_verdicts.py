@@ -166,7 +166,7 @@ def loss_changes(draw, count, mean, error_share, kind="normal"):
     return RatioOfSums(weights * (mean + error_share * math.sqrt(count) * noise), weights)
 
 
-@pytest.mark.parametrize("count, times, kind", [(50, 300, "normal"), (50, 300, "skewed"), (500, 60, "skewed")])
+@pytest.mark.parametrize("count, times, kind", [(50, 300, "normal"), (500, 60, "skewed")])
 def test_ratios_of_perplexities_cover_and_keep_the_level(count, times, kind):
     draw, margin = np.random.default_rng(4), math.log1p(0.01)
     covers = claimed = 0
