@@ -298,22 +298,19 @@ def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
     assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]
 
 
-def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path: Path) -> None:
+def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody answers there
     place = Place(tmp_path)
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody answers there
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in proxy.items():
-            patch.setenv(name, value)
-        output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
+    output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
     said = output.splitlines()[-1]
     assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
     assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
     assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
     # The files of a perturbation belong elsewhere.
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in proxy.items():
-            patch.setenv(name, value)
-        output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=2)
+    output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=2)
     assert "Copy it into benchmark_output/perturbations" in output.splitlines()[-1]
     # What a run that fails now left in an earlier call is not shown as this call's.
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -103,7 +103,7 @@ def needle(tiny):
 
 
 @pytest.mark.one_release
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 @given(
     before=st.lists(neighbours, max_size=6), behind=st.lists(neighbours, max_size=6), options=OPTIONS,
     cache_tokens=st.sampled_from([80, 150, 100_000]),

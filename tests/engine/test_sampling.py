@@ -36,7 +36,7 @@ def test_the_chi_square_test_would_notice_the_wrong_temperature():
     assert stats.chisquare(np.bincount(draws(1.3, 1.0), minlength=6), expected * 4000).pvalue < 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_row_is_drawn_as_a_slow_direct_formula_draws_it(data):
     """Any mixture of greedy, forced, tempered and nucleus rows; ties and tiny nuclei as well."""

@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
@@ -109,7 +109,7 @@ def compare_with_alone(tiny, folder, variant, policy, requests, **options):
     return computed
 
 
-@settings(max_examples=share_of(12, 2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(12, 2))
 @given(policy=policies(), variant=variants, options=PLACEMENTS, seed=st.integers(0, 5))
 # A slot is moved with a prompt whose batch has not passed the head; a prefix without a head, then batches with one.
 @example(Policy(2, 3, 0, 1, 0, 1, 0, 1), "opt", {"schedule": "row", "device": "cpu"}, 3)
@@ -196,7 +196,7 @@ def assert_near(found, expected, mean=MEAN, borders=0):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(
     policy=policies(), variant=variants, options=PLACEMENTS, name=st.sampled_from(list(PACKED)), seed=st.integers(0, 5)
 )

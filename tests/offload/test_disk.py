@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
@@ -76,7 +76,7 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
     assert not path.exists()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(writes=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 255)), max_size=12))
 def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkeypatch, writes):
     monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)

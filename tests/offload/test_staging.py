@@ -21,7 +21,7 @@ def has_room(used: list[RingSlot], size: int, capacity: int) -> bool:
     return any(run and run[-1] < len(is_used) and not any(is_used[p] for p in run) for run in (behind, from_start))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pages=st.integers(1, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 9)), max_size=40),

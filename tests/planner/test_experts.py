@@ -67,7 +67,7 @@ def test_the_fitted_skew_explains_what_was_counted(count, per_token, skew, batch
 
 
 @given(st.tuples(*[st.integers(0, 10)] * 2), st.sampled_from(["mixtral-8x7b-v0.1", "qwen3-30b-a3b"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
     gpu, cpu = shares[0] / 10, min(shares[1], 10 - shares[0]) / 10
     sizes = StorageSizes(config(model)).matrices

@@ -19,7 +19,7 @@ from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
 
 @given(st.integers(30, 600), st.integers(20, 900), st.integers(1, 64), st.integers(1, 200), st.integers(1, 40))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
     problem = small(gpu, cpu, prompt=prompt, output=output, count=count)
     try:
@@ -42,7 +42,7 @@ def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
 
 
 @given(st.integers(30, 400), st.integers(60, 600), st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
     """Vectors, staging and copies in the compute dtype included: the engine refuses what exceeds a tier."""
     problem = small(mib, host_mib)
@@ -60,7 +60,7 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
 @example(137, 60, "cpu", 4.0)  # where the best block leaves no room for whole matrices
 @example(60, 134, "cpu", 1.234375)  # 2.3 % less, because a matrix less is on the GPU
 @example(75, 75, "cpu", 1.140625).xfail(raises=AssertionError, reason="4.6 % less: single matrices do not move")
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_more_memory_never_predicts_less(gpu, cpu, tier, factor):
     """To a thirtieth: whole matrices may fall differently."""
     more = (gpu * factor, cpu) if tier == "gpu" else (gpu, cpu * factor)

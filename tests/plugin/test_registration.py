@@ -170,28 +170,6 @@ def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: Non
     assert get_model_deployment("lab/set").max_sequence_length == 7
 
 
-def test_files_for_commands_without_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment_files, "get_tokenizer_config", lambda name: None)
-    path = tmp_path / "model_deployments.yaml"
-    theirs = (
-        "# my own models\nmodel_deployments:\n- name: lab/mine # keep\n  client_spec: {class_name: a.B, args: {}}\n"
-    )
-    path.write_text(theirs)
-    deployment_files.merge(tmp_path, ["flexgen/opt-125m"])
-    assert path.read_text().startswith(theirs)  # comments included
-    names = [entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]]
-    assert names == ["lab/mine", "flexgen/opt-125m"]
-    before = path.read_bytes(), (tmp_path / "model_metadata.yaml").read_bytes()
-    deployment_files.merge(tmp_path, ["flexgen/opt-125m"])
-    assert (path.read_bytes(), (tmp_path / "model_metadata.yaml").read_bytes()) == before
-    deployment_files.merge(tmp_path, ["flexgen/opt-350m"])
-    assert [e["name"] for e in yaml.safe_load((tmp_path / "model_metadata.yaml").read_text())["models"]] == [
-        "flexgen/opt-125m",
-        "flexgen/opt-350m",
-    ]
-    assert [file.name for file in tmp_path.iterdir() if file.suffix != ".yaml"] == []
-
-
 AFTER_FILES = """
 import json, sys
 from dataclasses import asdict

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
@@ -114,7 +114,7 @@ def told(content: dict[str, Any], path: tuple[Any, ...], junk: Any) -> str:
     return json.dumps(content)
 
 
-@settings(max_examples=share_of(12, 3), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=share_of(12, 3))
 @given(data=st.data())
 @pytest.mark.parametrize("variant, name", LIARS)
 def test_an_entry_that_lies_is_refused_or_harmless(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
@@ -112,7 +112,7 @@ fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(fields)
 def test_any_value_in_any_field_fails_alone_or_works(engine: Engine, values: dict[str, Any]) -> None:
     (result,) = run_beside_a_good_one(engine, GenerationRequest(**values))

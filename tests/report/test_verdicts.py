@@ -246,7 +246,7 @@ def paired_samples(draw):
 
 
 @given(paired_samples())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_interval_p_and_verdict_never_disagree(sample):
     metric, baseline, scores, weights = sample
     paired = PairedScores(*sample)
