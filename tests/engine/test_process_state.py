@@ -78,6 +78,7 @@ def test_a_forked_child_is_refused_by_name(tiny):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("variables", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "TRUE"}])
 def test_products_are_right_where_onednns_are_not(variables):
     """OpenMP gives fewer threads than PyTorch asks for."""

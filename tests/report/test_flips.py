@@ -65,10 +65,10 @@ def pieces(spelling, text):
     return re.findall(spelling, text if spelling.startswith(r"\w") else text.replace("é", "bytes:\\xc3bytes:\\xa9"))
 
 
-def choice_states(right, spelling):
+def choice_states(count, spelling):
     """Two references per instance, each scored with the tokens of the question before it."""
     states = []
-    for i, chosen in enumerate(right):
+    for i in range(count):
         for index, text in enumerate((f"café id{i}", "wrong")):
             tokens = [{"text": t, "logprob": -9.0} for t in ("Question: ", f"{i} ")]
             tokens += [{"text": part, "logprob": -0.5 - index} for part in pieces(spelling, text)]
@@ -85,7 +85,6 @@ def choice_states(right, spelling):
             states[-1]["instance"]["references"][0]["output"]["text"] = f"café id{i}"
         states.append({**states[-1], "request_mode": "calibration"})
         states.append({**states[-2], "train_trial_index": 1})
-        del chosen
     return states
 
 
@@ -96,7 +95,7 @@ def test_of_scored_answers_the_chosen_one_is_shown_with_its_own_log_probability(
         instances = {f"id{i}": {"exact_match": float(x), "predicted_index": 1.0 - x} for i, x in enumerate(right)}
         write_run(
             tmp_path, "mcqa", precision, {"exact_match": float(np.mean(right))}, instances,
-            states=choice_states(right, spelling), adapter={"method": "multiple_choice_separate_original"},
+            states=choice_states(len(right), spelling), adapter={"method": "multiple_choice_separate_original"},
         )  # fmt: skip
     (lost,) = groups(tmp_path)
     (flip,) = lost.flips
@@ -155,7 +154,7 @@ def test_thousands_of_flips_make_a_page_that_stays_small(tmp_path):
     count = 1200
     sides = {"fp16": [(1, "yes", -1.0)] * count, "4bit": [(0, "no", -1.0)] * count}
     for precision, answers in sides.items():
-        prompts = [{"prompt": f"begin {'x' * 40_000} end{i}?"} for i in range(count)]
+        prompts = [{"prompt": f"begin {'x' * (40_000 if i < 150 else 10)} end{i}?"} for i in range(count)]
         states = [request_state(f"id{i}", f"q{i}", a[1], request=prompts[i]) for i, a in enumerate(answers)]
         right = [a[0] for a in answers]
         write_run(tmp_path, "boolq", precision, {"exact_match": np.mean(right)}, accuracies(right), states=states)
