@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +50,7 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         (("divergence", "opt-125m", "--suite", "s", "--max-windows", "2"), "--suite and --max-windows exclude"),
         (("divergence", "opt-125m", "--text", "absent"), "divergence needs a text and its --window, or a --suite"),
         (("bench", "absent"), "there is no benchmark 'absent'"),
+        (("bench", "offload", "--chat", "--quick"), "bench offload has no --chat, which is of bench clients"),
         (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),
         ((*RUN_OPT, "--suite", "s" * 256), TOO_LONG),
         (("report", "--suite", "s" * 256), "there is no suite in benchmark_output/runs/ss"),
@@ -60,6 +63,15 @@ def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says, tmp_p
     assert refused.code == 2 and not refused.out and not refused.heavy
     lines = refused.err.splitlines()
     assert len(lines) == 1 and says in lines[0], refused.err
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("entries",)])
+def test_a_reader_that_has_read_enough_is_no_error(arguments):
+    with subprocess.Popen(
+        [sys.executable, "-m", "flexgen_helm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read() and process.wait(60) == 0
 
 
 def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():

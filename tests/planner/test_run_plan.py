@@ -39,7 +39,8 @@ def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
     assert made.comparable_policy(5000) == Policy(128, 1, 0, 1, 0, 1, 0, 1)
     streamed = plan()
     closest = streamed.comparable_policy(5000)
-    assert (closest.gpu_batch_size, closest.num_gpu_batches) == (2048, 2)
+    assert (closest.gpu_batch_size, closest.num_gpu_batches) == (1667, 3)
+    assert streamed.comparable_policy(3000).block_size == 3000
     assert (closest.wg, closest.cc, closest.hg) == (placed().shares["gpu"], 1, 1)
     given = Policy(3, 1)
     assert plan(policy=given).comparable_policy(24) is given

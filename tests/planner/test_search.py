@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import search as search_module
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import PREFILL_ONLY, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import frontier_points, search
-from flexgen_helm.planner.weight_placement import place_weights
+from flexgen_helm.planner.weight_placement import leaving_room, place_weights
 from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
@@ -54,6 +55,15 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
     except MemoryLimitError:
         return
     place_weights(problem.storage, problem.machine, policy)
+
+
+def test_weights_that_a_gpu_has_no_room_for_go_to_the_host():
+    storage = StorageSizes(config("opt-125m"))
+    total = sum(storage.matrices.values())
+    machine = Machine({"gpu": int(0.6 * total), "cpu": 2 * total, "disk": 0}, "gpu")
+    policy = leaving_room(Policy(8, 2, 0.55, 0.45, 0, 1, 1, 0), storage, machine)
+    assert policy.wg < 0.5 and policy.wg + policy.wc == pytest.approx(1)
+    place_weights(storage, machine, policy)
 
 
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))

@@ -234,12 +234,20 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
     assert file.read_text() == changed
 
 
-@pytest.mark.parametrize("content", ["- a\n", "{"])
-def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"- a\n", b"{", b"# caf\xe9\n"])
+def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model_deployments.yaml"
-    path.write_text(content)
+    path.write_bytes(content)
     deployment_files._merge_file(path, "model_deployments", [{"name": "flexgen/x"}])
-    assert path.read_text() == content
+    assert path.read_bytes() == content
+
+
+def test_notes_in_a_file_without_entries_stay(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# my own notes\n")
+    deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
+    assert path.read_text().startswith("# my own notes\n")
+    assert yaml.safe_load(path.read_text()) == {"model_deployments": [{"name": "b"}]}
 
 
 def test_flow_style_is_merged_too(tmp_path: Path) -> None:
