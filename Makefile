@@ -115,7 +115,6 @@ pages: install
 	$(BIN)/python docs/commands.py
 	$(BIN)/python docs/errors.py
 	$(BIN)/python docs/figures.py
-	$(BIN)/python docs/network.py
 	$(BIN)/python docs/paper.py
 	$(BIN)/python docs/paper_charts.py
 

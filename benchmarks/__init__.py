@@ -26,9 +26,7 @@ KNOWN = (
     "ablation",
     "policy",
     "kernels",
-    "precisions",
     "gpu",
-    "experts",
     "paper",
 )
 UNTIMED = ("accuracy", "paper")
@@ -49,7 +47,6 @@ class Options:
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
-    model: for `precisions`
     table: of `paper`
     measure: `paper` runs the benchmarks that measure its tables
     prompt_len, gen_len: other lengths for `paper`'s table of throughputs
@@ -64,7 +61,6 @@ class Options:
     chat: bool = False
     python: str | None = None
     reference: str | None = None
-    model: str | None = None
     table: str | None = None
     measure: bool = False
     prompt_len: int | None = None

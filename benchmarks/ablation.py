@@ -16,35 +16,19 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import refuse_engine_flags, tokens_per_s
-from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags, tokens_per_s
+from flexgen_helm.benchmarks.engine_task import alternate
 from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
-from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.benchmarks.roofline import layer_matrices, operation_seconds
+from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
 
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Paper:
-    """The paper's machine and workload: OPT-30B on a T4.
-
-    disk_bytes_s: of reads and writes.
-    cache_bytes: of one element of the KV cache.
-    """
-
-    gpu_bytes: float = 16e9
-    model_bytes: float = 60e9
-    link_bytes_s: float = 12.89 * GIB
-    disk_bytes_s: tuple[float, float] = (1.6e9, 1.3e9)
-    decode_flops: float = 4.3e12
-    hidden_size: int = 7168
-    prompt: int = 512
-    output: int = 32
-    cache_bytes: int = 2
+# The paper's GPU and model in bytes; rates of the link, of the disk (reads, writes), of decoding's products (FLOP/s).
+GPU_BYTES, MODEL_BYTES = 16e9, 60e9
+LINK_BYTES_S, DISK_BYTES_S, DECODE_FLOPS = 12.89 * (1 << 30), (1.6e9, 1.3e9), 4.3e12
+# OPT-30B's hidden size, the lengths, and bytes of an element of the KV cache.
+HIDDEN_SIZE, PROMPT, OUTPUT, CACHE_BYTES = 7168, 512, 32, 2
 
 
 @dataclass(frozen=True)
@@ -111,34 +95,29 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
-    scaled = scale(workload, options)
-    records: dict[str, list[dict[str, Any]]] = {}
-    for repeat in range(workload.repeats):
-        for variant in variants(workload):
-            record = in_own_process(run_engine, block_arguments(workload, scaled, variant, scratch))
-            records.setdefault(variant.label, []).append(record)
-            options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
-    return assemble(workload, variants(workload), records, scaled)
-
-
-def scale(workload: Workload, options: Options) -> Scaled:
-    """Scale the paper's machine and prompts to the workload's model and this machine."""
-    from flexgen_helm.checkpoint.open import open_checkpoint
-
-    config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
-    prompt = workload.prompt or scaled_prompt(config, workload, paper)
-    sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
-    arguments = {"model": workload.model, **sizes, "output": workload.output}
+    config = open_checkpoint(workload.model, weights="dummy").config
     rate = workload.decode_flops
-    if rate is None:
-        rate = decode_flops(config, workload.batch_rows, in_own_process(operation_seconds, arguments))
-    link, gpu = scaled_machine(config, paper, rate)
-    disk = scaled_disk(paper, rate)
-    options.tell(
-        f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a disk of {disk[0]:.3f} and "
-        f"{disk[1]:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, {prompt} prompt tokens"
-    )
-    return Scaled(link, disk, gpu, rate, prompt)
+    if rate is None:  # of products in float32 with 16-bit weights from memory
+        rate = machine_profile(options).cpu.matmul_flops["float32"].at(workload.batch_rows)
+    scaled = scale(workload, config, rate)
+    options.tell(simulated(workload, scaled))
+    sides = {variant.label: block_arguments(workload, scaled, variant, scratch) for variant in variants(workload)}
+    return assemble(workload, alternate(sides, workload.repeats, options.tell), scaled)
+
+
+def scale(workload: Workload, config: ModelConfig, rate: float) -> Scaled:
+    """Scale the paper's machine and prompts to a model, and to the rate of decoding's products on this machine.
+
+    Prompts have the length at which cache to weights of a layer is as in the paper, halfway through the output. A
+    layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model needs
+    short prompts. Our cache has 4 bytes per element here, the paper's 2.
+    """
+    speed = rate / DECODE_FLOPS
+    read, write = (speed * disk / 1e9 for disk in DISK_BYTES_S)
+    gpu_bytes = int(GPU_BYTES / MODEL_BYTES * STORAGE_BYTES * config.num_parameters)
+    length = (PROMPT + OUTPUT / 2) * config.hidden_size / HIDDEN_SIZE * CACHE_BYTES / COMPUTE_BYTES
+    prompt = workload.prompt or max(1, round(length - workload.output / 2))
+    return Scaled(speed * LINK_BYTES_S / 1e9, (read, write), gpu_bytes, rate, prompt)
 
 
 def block_arguments(workload: Workload, scaled: Scaled, variant: Variant, scratch: Path) -> dict[str, Any]:
@@ -180,70 +159,37 @@ def variants(workload: Workload) -> list[Variant]:
     ]
 
 
-def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
-    """Return the prompt tokens at which cache to weights of a layer is as in the paper, halfway through the output.
-
-    A layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model
-    needs short prompts. Our cache has 4 bytes per element here, the paper's 2.
-    """
-    positions = paper.prompt + paper.output / 2
-    length = positions * config.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
-    return max(1, round(length - workload.output / 2))
-
-
-def decode_flops(config: ModelConfig, batch_rows: int, operations: Mapping[str, float]) -> float:
-    """Return the FLOP/s of one batch's products in decoding."""
-    weights = sum(out_size * in_size for out_size, in_size in layer_matrices(config))
-    return 2.0 * batch_rows * weights / operations["decode_products"]
-
-
-def scaled_machine(config: ModelConfig, paper: Paper, rate: float) -> tuple[float, int]:
-    """Return GB/s of the link in each direction, and bytes of the GPU."""
-    link = paper.link_bytes_s * rate / paper.decode_flops
-    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * STORAGE_BYTES * config.num_parameters)
-
-
-def scaled_disk(paper: Paper, rate: float) -> tuple[float, float]:
-    """Return GB/s of reads and writes of a disk that is to decoding's products as the paper's is."""
-    read, write = (own * rate / paper.decode_flops / 1e9 for own in paper.disk_bytes_s)
-    return read, write
-
-
-def simulated(scaled: Scaled) -> str:
+def simulated(workload: Workload, scaled: Scaled) -> str:
     """Say what the simulated machine is, for people."""
     read, write = scaled.disk_gb_s
     return (
         f"simulated gpu of {scaled.gpu_bytes / 1e6:.0f} MB behind {scaled.link_gb_s:.3f} GB/s each way, and a disk of "
-        f"{read:.3f} and {write:.3f} GB/s"
+        f"{read:.3f} and {write:.3f} GB/s; decoding's products {scaled.decode_flops / 1e9:.0f} Gflop/s; "
+        f"{scaled.prompt} + {workload.output} tokens"
     )
 
 
-def assemble(
-    workload: Workload,
-    variants_: Sequence[Variant],
-    records: Mapping[str, Sequence[Mapping[str, Any]]],
-    scaled: Scaled,
-) -> dict[str, Any]:
+def assemble(workload: Workload, records: Mapping[str, Sequence[Mapping[str, Any]]], scaled: Scaled) -> dict[str, Any]:
     """Return the result in the format of benchmarks."""
-    full = variants_[0]
+    full, *_ = sides = variants(workload)
     assert full.paper is not None
-    speeds = {label: median(map(tokens_per_s, own)) for label, own in records.items()}
+    speeds = {label: median(map(tokens_per_s, repeats)) for label, repeats in records.items()}
     rows, ratios = [], {}
-    for variant in variants_:
-        own = records[variant.label]
+    for variant in sides:
+        repeats = records[variant.label]
         ratio = speeds[variant.label] / speeds[full.label]
         ratios[variant.label.replace(",", "").replace(" ", "_")] = ratio
         row: dict[str, Any] = {
             "label": variant.label,
-            **summary([1 / tokens_per_s(record) for record in own]),
+            **summary([1 / tokens_per_s(record) for record in repeats]),
             "tokens_per_s": speeds[variant.label],
             "ratio": ratio,
             **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
-            "seconds": [record["latency_s"] for record in own],
+            "seconds": [record["latency_s"] for record in repeats],
             "policy": [policy_text(variant.policy)],
-            "bytes": own[-1]["bytes"],
-            "time_s": own[-1]["time_s"],
-            "placement": own[-1]["achieved_placement"],
+            "bytes": repeats[-1]["bytes"],
+            "time_s": repeats[-1]["time_s"],
+            "placement": repeats[-1]["achieved_placement"],
         }
         rows.append(row)
     return {
@@ -256,7 +202,6 @@ def assemble(
         "notes": [
             "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); it has no "
             "row for the same block row by row, and none of OPT-30B with the disk",
-            f"{simulated(scaled)}; decoding's products {scaled.decode_flops / 1e9:.0f} Gflop/s; {scaled.prompt} + "
-            f"{workload.output} tokens",
+            simulated(workload, scaled),
         ],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,24 +38,24 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
     built = _model(model, "meta")
     assert (Path(folder) / "index.json").is_file()
     disk_offload(built, folder, execution_device=torch.device("cpu"))
-
     ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size))
+    _seconds(built, ids, output)
+    return {"latency_s": _seconds(built, ids, output), **run_sizes(rows, prompt, output)}
 
-    def run() -> float:
-        began = time.perf_counter()
-        with torch.no_grad():
-            generated = built.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=output,
-                min_new_tokens=output,
-                do_sample=False,
-            )
-        assert generated.shape[1] == prompt + output
-        return time.perf_counter() - began
 
-    run()
-    return {"latency_s": run(), **run_sizes(rows, prompt, output)}
+def _seconds(built: Any, ids: Any, tokens: int) -> float:
+    """Return the seconds of so many new tokens behind each of the prompts."""
+    import torch
+
+    synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    with torch.no_grad():
+        answers = built.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
+    synchronize()
+    assert answers.shape[1] == ids.shape[1] + tokens
+    return time.perf_counter() - began
 
 
 def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int, output: int) -> dict[str, Any]:
@@ -82,26 +81,17 @@ def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int
         hold_to(gpu_bytes)
     ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
 
-    def run(size: int, tokens: int) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        some, options = ids[:size], {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-        built.generate(input_ids=some, attention_mask=torch.ones_like(some), **options)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
     size = rows
-    with torch.no_grad():
-        while True:
-            try:
-                run(size, 1)  # warm
-                prefill_s, longer_s = run(size, 1), run(size, 3)
-                break
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                size //= 2
-                torch.cuda.empty_cache()
+    while True:
+        try:
+            _seconds(built, ids[:size], 1)  # warm
+            prefill_s, longer_s = _seconds(built, ids[:size], 1), _seconds(built, ids[:size], 3)
+            break
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            size //= 2
+            torch.cuda.empty_cache()
     decode_s = (output - 1) * (longer_s - prefill_s) / 2
     seconds = {"latency_s": prefill_s + decode_s, "prefill_s": prefill_s, "decode_s": decode_s}
     return {**seconds, **run_sizes(size, prompt, output)}
@@ -115,18 +105,9 @@ def hold_to(gpu_bytes: int) -> None:
 
 
 def _model(name: str, device: str) -> Any:
-    """Build a catalog's OPT, or a folder's model, in float32; on 'meta' it has shapes and no weights."""
+    """Build a catalog's OPT in float32; on 'meta' it has shapes and no weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
-
-    if Path(name).is_dir():
-        from accelerate import init_empty_weights
-
-        empty = init_empty_weights() if device == "meta" else nullcontext()  # frequencies of positions have no file
-        with empty:
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32).eval()
-        model.tie_weights()
-        return model
+    from transformers import OPTConfig, OPTForCausalLM
 
     from flexgen_helm.checkpoint.open import open_checkpoint
     from flexgen_helm.models.decoder_config import DecoderConfig

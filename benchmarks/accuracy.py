@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +112,11 @@ def run(options: Options) -> dict[str, Any]:
             folder = (reference or scratch / "reference") / task
             settings = {"model": WHEEL_MODEL, "max_length": MAX_LENGTH, "prefix_token_id": prefix, "documents": amount}
             claim_folder(folder, settings)
-            began = time.monotonic()
-            _run_harness(harness_command(harness, task, data, scratch, folder, prefix), scratch, folder)
-            options.tell(f"lm_eval {task}: {time.monotonic() - began:.0f} s")
+            command = harness_command(harness, task, data, scratch, folder, prefix)
+            variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            variables["HF_DATASETS_CACHE"] = str(scratch / "cache")
+            seconds = run_logged(command, folder / "log.txt", "lm_eval", env={**os.environ, **variables})
+            options.tell(f"lm_eval {task}: {seconds:.0f} s")
             theirs[task] = read_harness(folder, task, amount)
     return _result(ours, documents, theirs, harness)
 
@@ -143,20 +144,14 @@ def find_harness(python: str | None) -> Harness:
 def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> Path:
     """Write the data of both sides: our files, and the pages one by one, as the harness reads them."""
     folder.mkdir(parents=True)
-
-    def lines(column: str, texts: Sequence[str]) -> str:
-        return "".join(json.dumps({column: text}) + "\n" for text in texts)
-
-    (folder / lambada.FILE).write_bytes(lines("text", passages).encode())
+    for name, column, texts in ((lambada.FILE, "text", passages), ("pages.jsonl", "page", pages)):
+        (folder / name).write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
     (folder / wikitext.FILE).write_bytes("\n".join(pages).encode())
-    (folder / "pages.jsonl").write_bytes(lines("page", pages).encode())
     return folder
 
 
 def harness_command(harness: Harness, task: str, data: Path, scratch: Path, out: Path, prefix: int) -> list[str]:
     """Return the command `lm_eval run` for the harness's own task with nothing but the data's path changed."""
-    tasks = scratch / "tasks"
-    tasks.mkdir(exist_ok=True)
     file = data / (lambada.FILE if task == "lambada_openai" else "pages.jsonl")
     definition = {
         "include": str(harness.folder / TASKS[task]),
@@ -168,22 +163,15 @@ def harness_command(harness: Harness, task: str, data: Path, scratch: Path, out:
         "validation_split": None,
         "test_split": "test",
     }
+    tasks = scratch / "tasks"
+    tasks.mkdir(exist_ok=True)
     (tasks / f"{task}_local.yaml").write_text(yaml.safe_dump(definition, sort_keys=False), encoding="utf-8")
-    arguments = {
-        "pretrained": scratch / "model",
-        "dtype": "float32",
-        "max_length": MAX_LENGTH,
-        "prefix_token_id": prefix,
-    }
-    model = ",".join(f"{name}={value}" for name, value in arguments.items())
-    command = [harness.python, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model]
-    command += ["--tasks", f"{task}_local", "--include_path", str(tasks), "--device", "cpu", "--batch_size", "1"]
-    return [*command, "--output_path", str(out), "--log_samples", "--use_cache", str(out / "answers")]
-
-
-def _run_harness(command: Sequence[str], scratch: Path, out: Path) -> None:
-    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(scratch / "cache")}
-    run_logged(command, out / "log.txt", "lm_eval", env={**os.environ, **variables})
+    model = f"pretrained={scratch / 'model'},dtype=float32,max_length={MAX_LENGTH},prefix_token_id={prefix}"
+    return [
+        harness.python, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model, "--device", "cpu",
+        "--batch_size", "1", "--tasks", f"{task}_local", "--include_path", str(tasks), "--output_path", str(out),
+        "--log_samples", "--use_cache", str(out / "answers"),
+    ]  # fmt: skip
 
 
 def claim_folder(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -280,18 +268,19 @@ def agree(
 ) -> dict[str, float | int]:
     """Compare document by document; raises `FlexgenError` if the sides differ in their number."""
     passages, pages = theirs["lambada_openai"].documents, theirs["wikitext"].documents
-    for name, own in documents.items():
+    for name, scored in documents.items():
         expected = len(pages) if name == "wikitext" else len(passages)
-        if len(own) != expected:
-            raise FlexgenError(f"helm-run scored {len(own)} documents of {name}, lm_eval {expected}")
+        if len(scored) != expected:
+            raise FlexgenError(f"helm-run scored {len(scored)} documents of {name}, lm_eval {expected}")
     verdicts = zip(documents["accuracy"], passages)
     targets = zip(documents["perplexity"], passages)
+    page_scores = zip(documents["wikitext"], pages)
     return {
         "passages": len(passages),
-        "passages_with_the_same_verdict": sum(bool(own["exact_match"]) == hit for own, (_, hit) in verdicts),
-        "largest_difference_of_target_logprob": max(abs(own["logprob"] - score) for own, (score, _) in targets),
+        "passages_with_the_same_verdict": sum(bool(ours["exact_match"]) == hit for ours, (_, hit) in verdicts),
+        "largest_difference_of_target_logprob": max(abs(ours["logprob"] - score) for ours, (score, _) in targets),
         "pages": len(pages),
         "largest_relative_difference_of_page_logprob": max(
-            abs(own["logprob"] / score - 1) for own, (score, _) in zip(documents["wikitext"], pages)
+            abs(ours["logprob"] / score - 1) for ours, (score, _) in page_scores
         ),
     }

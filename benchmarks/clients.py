@@ -2,9 +2,9 @@
 
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
-reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. MMLU's prompts
-also go through `transformers` alone, in padded batches of 16, longest first. llama.cpp's server, where it is installed,
-answers the same prompts from the same GGUF file over HTTP, with the better of one and eight slots.
+reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. llama.cpp's server,
+where it is installed, answers the same prompts from the same GGUF file over HTTP, with the better of one and eight
+slots.
 
 The result has a part for each task and peer. A later call adds its parts to those of a result file, and replaces those
 that it has measured again. Each part has the date, versions, hardware and settings of its call; both sides of a ratio
@@ -14,26 +14,21 @@ are always of one call.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import psutil
 import yaml
 
-from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_server_task, lm_eval_task, summary
+from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_cpp, summary
 from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
-from flexgen_helm.benchmarks.llama_server_task import SLOTS, serve
-from flexgen_helm.benchmarks.lm_eval_task import BATCHES
-from flexgen_helm.benchmarks.padded_task import padded
-from flexgen_helm.benchmarks.peer_runs import PeerRun, compare
+from flexgen_helm.benchmarks.llama_cpp import SLOTS, PeerRun
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
@@ -50,7 +45,6 @@ REPEATS = 3
 QUICK_INSTANCES, QUICK_REPEATS = 5, 1
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 CHAT_REFERENCE = f"{REFERENCE}-chat"
-PADDED_BATCH = 16
 # Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
 TOLERANCE = 1e-4
 # Log-probability metrics, and their values if every token has probability 1.
@@ -63,7 +57,6 @@ class Task:
 
     entries: run entries, without a model.
     data: file or folder that must be in the data folder.
-    padded: compare with `transformers` in padded batches too.
     chat: prompts go through the chat template.
     """
 
@@ -71,7 +64,6 @@ class Task:
     entries: tuple[str, ...]
     instances: int
     data: str | None = None
-    padded: bool = False
     chat: bool = False
 
     def model(self, is_ours: bool) -> str:
@@ -83,7 +75,7 @@ class Task:
 
 _MMLU = ("mmlu:subject=abstract_algebra", "mmlu:subject=us_foreign_policy")
 TASKS = (
-    Task("mmlu", _MMLU, 1000, "mmlu", padded=True),
+    Task("mmlu", _MMLU, 1000, "mmlu"),
     Task("natural", ("synthetic_reasoning_natural:difficulty=easy",), 100),
     Task("pattern_match", ("synthetic_reasoning:mode=pattern_match",), 100),
     Task("lambada", ("lambada:mode=accuracy", "lambada:mode=perplexity"), 500, "lambada_openai_test.jsonl"),
@@ -101,25 +93,20 @@ SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
     "huggingface -n 1": (HELM, False, 1),
     "huggingface -n 4": (HELM, False, 4),
 }
-HUGGINGFACE, PADDED, LLAMA_CPP, LM_EVAL = "huggingface", "padded", "llama.cpp", "lm-eval"
+HUGGINGFACE, LLAMA_CPP = "huggingface", "llama.cpp"
 # Peer -> its settings. Each is compared with our sides of the same call.
 PEERS: Mapping[str, Mapping[str, Any]] = {
     HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
-    PADDED: {"program": "transformers", "dtype": "float32", "batch": PADDED_BATCH},
-    LLAMA_CPP: {"program": llama_server_task.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
-    LM_EVAL: {"program": "lm-evaluation-harness's hf", "dtype": "float32", "batches": list(BATCHES)},
+    LLAMA_CPP: {"program": llama_cpp.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
 }
-# Programs without HELM, which are optional.
-_ALONE = {LLAMA_CPP: llama_server_task, LM_EVAL: lm_eval_task}
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
 
-    `tasks` has for each task and peer `bound` (least seconds for the trie of its prompts and its decoded tokens),
-    `scores` (what differs between the sides; None if the peer's answers are not compared) and `prompts` (requested
-    tokens, trie nodes, computed tokens, efficiency).
+    `tasks` has for each task and peer `scores` (what differs between the sides) and `prompts` (requested and computed
+    tokens, efficiency).
     """
     if options.engine:
         raise UsageError(
@@ -134,60 +121,51 @@ def run(options: Options) -> dict[str, Any]:
         raise UsageError(
             "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
         )
-    for peer in [peer for peer in peers if peer in _ALONE]:
-        if (reason := _ALONE[peer].missing()) is not None:
-            peers.remove(peer)
-            notes.append(f"SKIPPED, {peer}: {reason}")
-            options.tell(notes[-1])
-    tasks = [task for task in tasks if {*peers} - {PADDED} or (task.padded and PADDED in peers)]
+    if LLAMA_CPP in peers and (reason := llama_cpp.missing()) is not None:
+        peers.remove(LLAMA_CPP)
+        notes.append(f"SKIPPED, {LLAMA_CPP}: {reason}")
+        options.tell(notes[-1])
     parts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
-        scratch = Path(name)
-        checkpoint = open_checkpoint(WHEEL_MODEL)
-        options.tell(f"writing the reference copy of {WHEEL_MODEL}")
-        configs = _prepare(scratch, checkpoint)
-        for task in tasks:
-            sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
-            runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
-            batches: list[float] = []
-            alone: dict[str, dict[str, list[PeerRun]]] = {}
-            for repeat in range(repeats):
-                for label, (program, is_ours, threads) in sides.items():
-                    folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
-                    entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
-                    helm = helm_run(entries, task.instances, folder, configs, threads, program=program)
-                    runs[label].append(helm)
-                    options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
-                if task.padded and PADDED in peers:
-                    batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH))
-                    options.tell(f"{task.name}, transformers in batches of {PADDED_BATCH}: {batches[-1]:.1f} s")
-                requests = runs[FLEXGEN[0]][-1].requests
-                for peer in (peer for peer in peers if peer in _ALONE):
-                    if (reason := _ALONE[peer].unsupported(requests)) is not None:
-                        notes += [f"{task.name} is not compared with {peer}: {reason}"] if not repeat else []
-                        continue
-                    log = scratch / f"{task.name}.{peer}.{repeat}.txt"
-                    for setting, answered in _answered_alone(peer, requests, _chat_of(task, checkpoint), scratch, log):
-                        alone.setdefault(peer, {}).setdefault(setting, []).append(answered)
-                        options.tell(f"{task.name}, {peer}, {setting}: {answered.seconds:.1f} s")
-            parts += _parts(task, runs, checkpoint, batches, load, alone)
+    if peers:
+        with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
+            checkpoint = open_checkpoint(WHEEL_MODEL)
+            options.tell(f"writing the reference copy of {WHEEL_MODEL}")
+            _prepare(Path(scratch), checkpoint)
+            for task in tasks:
+                chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
+                runs, served, more = _measure(task, peers, repeats, chat, Path(scratch), options.tell)
+                parts += _parts(task, runs, served, load)
+                notes += more
     return _joined(earlier, parts, notes)
 
 
-def _answered_alone(
-    peer: str, requests: Sequence[Mapping[str, Any]], chat: ChatFormat, scratch: Path, log: Path
-) -> Iterator[tuple[str, PeerRun]]:
-    """Yield each setting of a program without HELM, and its run; log: of a server."""
-    if peer == LM_EVAL:
-        rendered = (
-            [{**own, "prompt": chat.render_prompt(own["prompt"])} for own in requests] if chat.applied else requests
-        )
-        for batch in BATCHES:
-            yield f"batches of {batch}", lm_eval_task.answer(scratch / "reference", rendered, batch)
-        return
-    ids = [_prompt_ids(request, chat) for request in requests]
-    for slots in SLOTS:
-        yield f"{slots} slots", serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
+def _measure(
+    task: Task, peers: Sequence[str], repeats: int, chat: ChatFormat, scratch: Path, tell: Callable[[str], None]
+) -> tuple[dict[str, list[HelmRun]], dict[int, list[PeerRun]], list[str]]:
+    """Run all sides of a task by turns. Returns runs by side, those of llama.cpp's server by slots, and notes."""
+    sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
+    runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
+    served: dict[int, list[PeerRun]] = {}
+    reason = None
+    for repeat in range(repeats):
+        for label, (program, is_ours, threads) in sides.items():
+            folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
+            entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
+            run = helm_run(entries, task.instances, folder, scratch / "configs", threads, program=program)
+            runs[label].append(run)
+            tell(f"{task.name}, {label}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
+        if LLAMA_CPP not in peers:
+            continue
+        requests = runs[FLEXGEN[0]][-1].requests
+        if (reason := llama_cpp.unsupported(requests)) is not None:
+            continue
+        ids = [_prompt_ids(request, chat) for request in requests]
+        for slots in SLOTS:
+            log = scratch / f"{task.name}.{slots}.{repeat}.txt"
+            answered = llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
+            served.setdefault(slots, []).append(answered)
+            tell(f"{task.name}, {LLAMA_CPP}, {slots} slots: {answered.seconds:.1f} s")
+    return runs, served, [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if reason else []
 
 
 def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -282,38 +260,50 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
     }
 
 
-def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
-    """Write the reference copy and HELM's configuration files for it; returns the folder of the latter."""
-    folder, configs = scratch / "reference", scratch / "configs"
-    tokenizer = export_checked(checkpoint, folder)
-    content = helm_configs(folder, checkpoint.config.max_positions, tokenizer)
-    configs.mkdir()
+def _prepare(scratch: Path, checkpoint: Checkpoint) -> None:
+    """Write the reference copy to `reference`, and HELM's configuration files for it to `configs`."""
+    tokenizer = export_checked(checkpoint, scratch / "reference")
+    content = helm_configs(scratch / "reference", checkpoint.config.max_positions, tokenizer)
+    (scratch / "configs").mkdir()
     for name, entries in content.items():
-        (configs / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
-    return configs
+        (scratch / "configs" / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
 
 
 def _parts(
     task: Task,
     runs: Mapping[str, list[HelmRun]],
-    checkpoint: Checkpoint,
-    batches: Sequence[float],
+    served: Mapping[int, Sequence[PeerRun]],
     load: float,
-    alone: Mapping[str, Mapping[str, Sequence[PeerRun]]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return a part of the result for each peer.
 
-    batches: seconds of `transformers` in padded batches. load: runnable processes when the call began.
-    alone: peer without HELM -> setting -> runs.
+    served: slots of llama.cpp's server -> runs. load: runnable processes when the call began.
     """
-    rows = {label: _row(task, label, own) for label, own in runs.items()}
+    rows = {label: _row(task, label, repeats) for label, repeats in runs.items()}
     ours = _fastest(rows, FLEXGEN)
     by_duration = sorted(runs[ours], key=lambda run: run.seconds)
     typical = by_duration[(len(by_duration) - 1) // 2]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
-    chat = _chat_of(task, checkpoint)
-    prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
-    bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
+    prompts = prompt_tokens(typical.records)
+    found: dict[str, dict[str, Any]] = {}
+    if peer_sides := [label for label in runs if label not in FLEXGEN]:
+        theirs = _fastest(rows, peer_sides)
+        scores, lines = _compared_scores(typical, runs[theirs][-1])
+        found[HUGGINGFACE] = {
+            "rows": [rows[label] for label in peer_sides],
+            "ratios": {
+                "end_to_end": rows[theirs]["median"] / rows[ours]["median"],
+                "after_the_first_request": _seconds_after_ready(runs[theirs]) / _seconds_after_ready(runs[ours]),
+            },
+            "scores": scores,
+            "notes": [
+                f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
+                f"prompt tokens were computed; efficiency {prompts['efficiency']:.1%}",
+                *lines,
+            ],
+        }
+    if served:
+        found[LLAMA_CPP] = llama_cpp.compare(task.name, typical, rows[ours], served)
     common = {
         "name": task.name,
         "entries": list(task.entries),
@@ -323,64 +313,34 @@ def _parts(
         "load": load,
         "versions": versions(),
         "prompts": prompts,
-        "bound": bound,
     }
-    own_rows = [rows[label] for label in FLEXGEN]
-    parts: list[dict[str, Any]] = []
-    if peer_sides := [label for label in runs if label not in FLEXGEN]:
-        theirs = _fastest(rows, peer_sides)
-        reference = runs[theirs][-1]
-        num_compared = len(typical.stats.keys() | reference.stats.keys())
-        differing = differences(typical.stats, reference.stats)
-        unexplained = [line for line in differing if line["why"] is None]
-        equal = sum(a == b for a, b in zip(typical.texts, reference.texts))
-        ratios = {
-            "end_to_end": rows[theirs]["median"] / rows[ours]["median"],
-            "after_the_first_request": _seconds_after_ready(runs[theirs]) / _seconds_after_ready(runs[ours]),
-        }
-        notes = [
-            f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
-            f"prompt tokens were computed, the trie has {prompts['nodes']} "
-            f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
-            f"  bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take {bound['seconds']:.1f} s; "
-            f"the run takes {bound['of_bound']:.2f} times that after a start-up of {bound['start_up_s']:.1f} s "
-            f"({bound['of_library_bound']:.2f} times what they take at PyTorch's rate)",
-            f"  completions: {equal} of {len(typical.texts)} equal; metrics: {num_compared - len(differing)} "
-            f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
-            *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
-            *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
-        ]
-        parts.append(
-            {
-                **common,
-                "peer": HUGGINGFACE,
-                "rows": [*own_rows, *(rows[label] for label in peer_sides)],
-                "ratios": ratios,
-                "scores": {"compared": num_compared, "differing": differing, "equal_completions": equal},
-                "notes": notes,
-            }
-        )
-    if batches:
-        label = f"{task.name}: transformers, padded batches of {PADDED_BATCH}"
-        row = {"label": label, **summary(batches), "seconds": list(batches)}
-        parts.append(
-            {
-                **common,
-                "peer": PADDED,
-                "rows": [*own_rows, row],
-                "ratios": {"against_padded_batches": row["median"] / rows[ours]["median"]},
-                "scores": None,
-                "notes": [f"{task.name}: {ours} against {PADDED} batches, whose answers are not compared"],
-            }
-        )
-    for peer, found in alone.items():
-        compared = compare(_ALONE[peer].peer(), task.name, typical, rows[ours], found)
-        parts.append({**common, "peer": peer, **compared, "rows": [*own_rows, *compared["rows"]]})
     busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
     return [
-        {**part, "notes": part["notes"] + busy, "settings": {"repeats": len(runs[ours]), **PEERS[part["peer"]]}}
-        for part in parts
+        {
+            **common,
+            "peer": peer,
+            **part,
+            "rows": [*(rows[label] for label in FLEXGEN), *part["rows"]],
+            "notes": part["notes"] + busy,
+            "settings": {"repeats": len(runs[ours]), **PEERS[peer]},
+        }
+        for peer, part in found.items()
     ]
+
+
+def _compared_scores(ours: HelmRun, reference: HelmRun) -> tuple[dict[str, Any], list[str]]:
+    """Compare metrics and completions with HELM's client; returns `scores` of a part, and its notes."""
+    num_compared = len(ours.stats.keys() | reference.stats.keys())
+    differing = differences(ours.stats, reference.stats)
+    unexplained = [line for line in differing if line["why"] is None]
+    equal = sum(a == b for a, b in zip(ours.texts, reference.texts))
+    lines = [
+        f"  completions: {equal} of {len(ours.texts)} equal; metrics: {num_compared - len(differing)} "
+        f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
+        *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
+        *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
+    ]
+    return {"compared": num_compared, "differing": differing, "equal_completions": equal}, lines
 
 
 def _fastest(rows: Mapping[str, Mapping[str, Any]], sides: Iterable[str]) -> str:
@@ -427,64 +387,21 @@ def _row(task: Task, label: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
     }
 
 
-def _chat_of(task: Task, checkpoint: Checkpoint) -> ChatFormat:
-    return ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
-
-
-def _computed_ids(request: Mapping[str, Any], chat: ChatFormat) -> tuple[int, ...]:
-    """Return the prompt tokens that go through the model: without the last, if no token may follow it."""
-    if not request["max_tokens"]:
-        return tuple(chat.tokenizer.encode(request["prompt"], add_special_tokens=False))[:-1]
-    return _prompt_ids(request, chat)
-
-
-def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> tuple[int, ...]:
-    """Return the tokens of a prompt that generates."""
+def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> Sequence[int]:
     text = chat.render_prompt(request["prompt"]) if chat.applied else request["prompt"]
-    return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
+    return chat.tokenizer.encode(text, add_special_tokens=False)
 
 
-def prompt_tokens(records: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Count requested and computed prompt tokens and the nodes of their trie; also the efficiency.
-
-    prompts: token ids of the requests.
-    """
-    nodes, previous = 0, tuple[int, ...]()
-    for ids in sorted(map(tuple, prompts)):
-        nodes += len(ids) - len(os.path.commonprefix([previous, ids]))
-        previous = ids
-    totals = {
-        key: sum(record["workload"][key] for record in records)
-        for key in ("prompt_tokens", "prompt_tokens_computed", "output_tokens")
-    }
+def prompt_tokens(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Count requested and computed prompt tokens, and output tokens; also the efficiency."""
+    workloads = [record["workload"] for record in records]
     padded_tokens = sum(record["padded_throughput"] * record["latency_s"] for record in records)
     real_tokens = sum(record["actual_throughput"] * record["latency_s"] for record in records)
     return {
-        "asked": totals["prompt_tokens"],
-        "computed": totals["prompt_tokens_computed"],
-        "nodes": nodes,
-        "output": totals["output_tokens"],
+        "asked": sum(workload["prompt_tokens"] for workload in workloads),
+        "computed": sum(workload["prompt_tokens_computed"] for workload in workloads),
+        "output": sum(workload["output_tokens"] for workload in workloads),
         "efficiency": real_tokens / padded_tokens,
-    }
-
-
-def bound_of(run: HelmRun, prompts: Mapping[str, float], flops_per_token: float) -> dict[str, float]:
-    """Return the least seconds for the trie's nodes and the decoded tokens at the measured FLOP/s, and their share.
-
-    of_library_bound: by PyTorch's rate in the compute dtype, where something faster multiplies (`kernels.amx`).
-    """
-    rate, library_rate = (run.records[0]["hardware"][kind] for kind in ("matmul_flops", "library_flops"))
-    computed = sum(record["flops"] for record in run.records)
-    flops = computed - (prompts["computed"] - prompts["nodes"]) * flops_per_token
-    least = flops / rate
-    return {
-        "flops": flops,
-        "flops_per_s": rate,
-        "seconds": least,
-        "start_up_s": run.ready_s,
-        "of_bound": (run.seconds - run.ready_s) / least,
-        "of_library_bound": (run.seconds - run.ready_s) * library_rate / flops,
-        "fraction_of_engine": least / sum(record["latency_s"] for record in run.records),
     }
 
 

@@ -14,6 +14,7 @@ import psutil
 
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.hardware.profile import HardwareProfile
 
 
 class ProcessKilled(FlexgenError):
@@ -25,6 +26,15 @@ def refuse_engine_flags(name: str, options: Options, *allowed: str) -> None:
     if refused := sorted(set(options.engine) - set(allowed)):
         flags = "--offload-dir alone" if allowed else "no engine flags"
         raise UsageError(f"bench {name} has a fixed workload and takes {flags}: leave out {refused}")
+
+
+def machine_profile(options: Options, folder: Path | None = None) -> HardwareProfile:
+    """Measure this machine and the disk of `folder`, by default that of --offload-dir; --quick takes what is saved."""
+    from flexgen_helm.engine.machine_profile import measured_profile
+
+    offload_dir = options.engine.get("offload_dir")
+    folder = folder or (None if offload_dir is None else Path(offload_dir))
+    return measured_profile(folder=folder, fresh=not options.quick)
 
 
 def machine() -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from flexgen_helm.benchmarks.common import tokens_per_s
+from flexgen_helm.benchmarks.process import in_own_process
 
 _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 8, 2
 
@@ -21,9 +24,28 @@ def run_engine(**block: Any) -> dict[str, Any]:
     (record,) = run_blocks(**block)
     return {
         **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
-        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware", "experts")},
+        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware", "roofline_s")},
         **run_sizes(block["rows"], block["prompt"], block["output"]),
     }
+
+
+def alternate(
+    sides: Mapping[str, Mapping[str, Any]], repeats: int, tell: Callable[[str], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """Run blocks by turns, each in a process of its own, and return the records of each side.
+
+    sides: label -> arguments of `run_engine`.
+    """
+    records: dict[str, list[dict[str, Any]]] = {label: [] for label in sides}
+    for repeat in range(repeats):
+        for label, block in sides.items():
+            record = in_own_process(run_engine, block)
+            records[label].append(record)
+            tell(
+                f"{label}: {record['latency_s']:.2f} s, of which {record['time_s']['wait']:.1f} s waiting, "
+                f"{tokens_per_s(record):.2f} token/s ({repeat + 1} of {repeats})"
+            )
+    return records
 
 
 def run_blocks(

@@ -15,18 +15,18 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks.common import run_row
-from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.engine_task import alternate
 from flexgen_helm.benchmarks.memory_settings import (
+    STORAGE_BYTES,
     block_cache_bytes,
     first_that_fits,
     hidden_bytes,
     policy_text,
 )
-from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.quant.precisions import FP16, Precision, precision_named
+from flexgen_helm.quant.precisions import PRECISIONS
 
 # Of the model's FP16 weights: the compute device's room for weights.
 WEIGHTS_SHARE = 0.25
@@ -36,8 +36,7 @@ WEIGHTS_SHARE = 0.25
 class Case:
     """One comparison.
 
-    precisions: that are measured beside FP16.
-    ratio: name of the reported ratio, FP16's seconds over those of the last of them; an overhead is the inverse.
+    ratio: name of the reported ratio, FP16's seconds over the precision's; an overhead is the inverse.
     """
 
     label: str
@@ -47,16 +46,12 @@ class Case:
     output: int
     link_gb_s: tuple[float, float] | None = None
     overhead: bool = False
-    precisions: Sequence[str] = ("4bit",)
-
-    @property
-    def sides(self) -> list[Precision]:
-        return [FP16, *map(precision_named, self.precisions)]
+    precision: str = "4bit"
 
 
 CASES = (
     Case("behind 0.25 GB/s", "packed_link", 4, 64, 8, (0.25, 0.25)),
-    Case("behind 0.25 GB/s (8 bits)", "packed_8bit_link", 4, 64, 8, (0.25, 0.25), precisions=("8bit",)),
+    Case("behind 0.25 GB/s (8 bits)", "packed_8bit_link", 4, 64, 8, (0.25, 0.25), precision="8bit"),
     Case("one sequence from the disk", "packed_disk", 1, 64, 32),
     Case("four sequences from the disk", "packed_disk_four", 4, 64, 32),
     Case("1,024 tokens a pass", "packed_compute_bound_overhead", 16, 64, 1, overhead=True),
@@ -66,50 +61,38 @@ CASES = (
 def measure(
     model: str, config: ModelConfig, scratch: Path, repeats: int, cases: Sequence[Case], tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return the result's rows, in seconds, and its ratios."""
+    """Measure both sides of each case in alternation; returns the result's rows, in seconds, and its ratios."""
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
-        own = case_rows(model, config, scratch, repeats, case, tell)
-        fp16, packed = own[0]["median"], own[-1]["median"]
+        sides: dict[str, dict[str, Any]] = {}
+        for precision in ("fp16", case.precision):
+            policy, limits = setting(config, precision, case)
+            engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": precision}
+            engine |= {"device": "cpu", "offload_dir": str(scratch / "packed")}
+            if case.link_gb_s is not None:
+                engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
+            block = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
+            sides[f"{precision}, {case.label}"] = {"model": model, "engine": engine, "limits": limits, **block}
+        for label, records in alternate(sides, repeats, tell).items():
+            row = run_row(label, records)
+            row["wait_s"] = median(record["time_s"]["wait"] for record in records)
+            rows.append(row | {"bytes": records[-1]["bytes"], "policy": sides[label]["engine"]["policy"]})
+        fp16, packed = rows[-2]["median"], rows[-1]["median"]
         ratios[case.ratio] = packed / fp16 if case.overhead else fp16 / packed
-        rows += own
     return rows, ratios
 
 
-def case_rows(
-    model: str, config: ModelConfig, scratch: Path, repeats: int, case: Case, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Measure the sides of a case in alternation, and return a row for each."""
-    settings = {side.name: setting(config, side, case) for side in case.sides}
-    records: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
-    for repeat in range(repeats):
-        for name, (policy, limits) in settings.items():
-            engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": name, "device": "cpu"}
-            engine["offload_dir"] = str(scratch / "packed")
-            if case.link_gb_s is not None:
-                engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
-            sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
-            record = in_own_process(run_engine, {"model": model, "engine": engine, "limits": limits, **sizes})
-            records[name].append(record)
-            tell(f"{case.label}, {name}: {record['latency_s']:.2f} s ({repeat + 1} of {repeats})")
-    rows = []
-    for name, own in records.items():
-        row = run_row(f"{name}, {case.label}", own)
-        row["wait_s"] = median(record["time_s"]["wait"] for record in own)
-        rows.append(row | {"bytes": own[-1]["bytes"], "policy": settings[name][0]})
-    return rows
-
-
-def setting(config: ModelConfig, precision: Precision, case: Case) -> tuple[str, dict[str, int]]:
+def setting(config: ModelConfig, precision: str, case: Case) -> tuple[str, dict[str, int]]:
     """Return the precision's policy as text, and the limits, which are the same for both precisions."""
-    reserve = max(cache_bytes(config, side, case) for side in case.sides) + hidden_bytes(config, case.rows, case.prompt)
-    limit = int(WEIGHTS_SHARE * 2 * config.num_parameters) + reserve
-    all_weights = 4 * config.num_parameters
+    cache = max(cache_bytes(config, side, case) for side in ("fp16", case.precision))
+    reserve = cache + hidden_bytes(config, case.rows, case.prompt)
+    weights = STORAGE_BYTES * config.num_parameters
+    limit = int(WEIGHTS_SHARE * weights) + reserve
     device: Tier = "cpu" if case.link_gb_s is None else "gpu"
-    limits: dict[Tier, int] = {"gpu": limit, "cpu": all_weights, "disk": all_weights}
-    if device == "cpu":
-        limits |= {"gpu": 0, "cpu": limit}
+    limits: dict[Tier, int] = {"gpu": 0, "cpu": limit, "disk": 2 * weights}
+    if device == "gpu":
+        limits |= {"gpu": limit, "cpu": 2 * weights}
 
     def policy(share: float) -> Policy:
         if device == "gpu":
@@ -117,11 +100,12 @@ def setting(config: ModelConfig, precision: Precision, case: Case) -> tuple[str,
         return Policy(case.rows, 1, wc=share)
 
     policies = [policy(percent / 100) for percent in range(100, -1, -1)]
-    chosen, _ = first_that_fits(StorageSizes(config, precision), limits, device, reserve, policies)
+    chosen = first_that_fits(StorageSizes(config, PRECISIONS[precision]), limits, device, reserve, policies)
     return policy_text(chosen), {tier: size for tier, size in limits.items() if size}
 
 
-def cache_bytes(config: ModelConfig, precision: Precision, case: Case) -> int:
+def cache_bytes(config: ModelConfig, precision: str, case: Case) -> int:
     """Return an upper bound of the block's KV cache, its residual window included."""
-    window = 0 if precision.cache is None else precision.cache.window_copies * precision.cache.window_tokens
+    cache = PRECISIONS[precision].cache
+    window = 0 if cache is None else cache.window_copies * cache.window_tokens
     return block_cache_bytes(config, case.rows, case.prompt + case.output + window)

@@ -16,7 +16,6 @@ from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
 from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def measure(
 ) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
     """Return the records of both sides, and notes about what was left out.
 
-    Every block size is tried once; the first one and each side's best are then repeated.
+    Both sides take turns; a side's larger blocks are left out once one had too little memory.
     """
     records: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
     notes: list[str] = []
@@ -42,8 +41,6 @@ def measure(
         reason = accelerate_task.missing()
     except GroupUnavailable as error:
         reason = str(error)
-    if reason is None and config.architecture != "opt":
-        reason = "only OPT's shapes are built for it"
     if reason is not None:
         tell(f"SKIPPED, Accelerate: {reason}")
         return records, [f"SKIPPED, Accelerate: {reason}"]
@@ -62,10 +59,10 @@ def measure(
                     arguments = {**block, "folder": str(folder)}
                     record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
                 else:
-                    setting = offload_setting(config, Shapes(rows, 1, rows, **sizes), workload.weights_share)
-                    engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}
+                    limit, policy = offload_setting(config, rows, **sizes, share=workload.weights_share)
+                    engine = {"device": "cpu", "policy": policy_text(policy), "schedule": "zigzag"}
                     engine["offload_dir"] = str(scratch / "ours")
-                    arguments = {**block, "engine": engine, "limits": {"cpu": setting.limit}, "warm": True}
+                    arguments = {**block, "engine": engine, "limits": {"cpu": limit}, "warm": True}
                     record = in_own_process(run_engine, arguments, group)
             except ProcessKilled:
                 notes.append(f"{side}, {rows} rows: more than {group_bytes:,} bytes, ended by the kernel")
@@ -76,17 +73,12 @@ def measure(
         tell(f"{side}, {rows} rows in {group_bytes / 2**30:g} GiB: {tokens_per_s(record):.2f} token/s")
         return True
 
-    for side in (OURS, THEIRS):
+    sizes_left = {side: list(workload.peer_rows) for side in records}
+    for _ in range(workload.repeats):
         for rows in workload.peer_rows:
-            if not run(side, rows):
-                break  # larger blocks need more memory still
-    repeated = {
-        side: sorted({workload.peer_rows[0], best_size(records[side])} & set(records[side])) for side in records
-    }
-    for _ in range(workload.repeats - 1):
-        for side in (OURS, THEIRS):
-            for rows in repeated[side]:
-                run(side, rows)
+            for side, left in sizes_left.items():
+                if rows in left and not run(side, rows):
+                    sizes_left[side] = [size for size in left if size < rows]  # larger blocks need more memory still
     return records, notes
 
 
@@ -98,12 +90,12 @@ def best_size(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
 def rows(records: Records) -> list[dict[str, Any]]:
     return [
         {
-            **run_row(f"{side} x {size} in a group", own),
-            "resident_bytes": max(record["resident_bytes"] for record in own),
-            "group_peak_bytes": [record["group_peak_bytes"] for record in own],
+            **run_row(f"{side} x {size} in a group", repeats),
+            "resident_bytes": max(record["resident_bytes"] for record in repeats),
+            "group_peak_bytes": [record["group_peak_bytes"] for record in repeats],
         }
         for side, sizes in records.items()
-        for size, own in sizes.items()
+        for size, repeats in sizes.items()
     ]
 
 

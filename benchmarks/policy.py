@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import refuse_engine_flags
+from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.names import read_model_config
@@ -76,14 +75,10 @@ class Case:
 
 def run(options: Options) -> dict[str, Any]:
     """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
-    from flexgen_helm.engine.machine_profile import measured_profile
-
     refuse_engine_flags("policy", options, "offload_dir")
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
-    folder = options.engine.get("offload_dir")
-    profile = measured_profile(folder=None if folder is None else Path(folder), fresh=not options.quick)
-    return measure(workload, profile, options)
+    return measure(workload, machine_profile(options), options)
 
 
 def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:

@@ -24,7 +24,7 @@ SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")
 # Folder or extra that declares what these folders import beyond the shipped package.
 BY_EXTRA = {
     "bench": ("benchmarks",),
-    "lm-eval": ("flexgen_helm", "benchmarks"),
+    "lm-eval": ("flexgen_helm",),
     "ray": ("flexgen_helm",),
     "serve": ("flexgen_helm",),
 }
@@ -33,7 +33,7 @@ OURS = {*SHIPPED, "tests", "examples"}
 # Imported without a declaration, each with its reason.
 UNDECLARED = {
     "triton": "CUDA builds of torch bring it; without it plain torch operations unpack 4 bits",
-    "xllamacpp": "llama.cpp, a peer of bench clients that is skipped where it is absent",
+    "xllamacpp": "llama.cpp, a reference of tests that are skipped where it is absent",
 }
 
 

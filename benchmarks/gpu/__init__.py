@@ -1,4 +1,4 @@
-"""`bench gpu`: one GPU: its link, and large models in little of its memory, beside predictions, Accelerate and others.
+"""`bench gpu`: one GPU: its rates, and large models in little of its memory, beside predictions, Accelerate and others.
 
 `make gpu-check` runs the same steps and more from the sources, and needs only a few libraries (`__main__`). Each step
 is a process with a limit of seconds of its own. Each result is written when it is known. Models have random weights.
@@ -33,6 +33,6 @@ def run(options: Options) -> dict[str, Any]:
         raise UsageError("bench gpu needs a CUDA device and torch finds none: try it out with make gpu-check FAKE=1")
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
         session = Session(_QUICK_S if options.quick else _LIMIT_S, Path(os.environ.get("OUT") or scratch), options.tell)
-        result = session.run(named_steps(["env", "link"] if options.quick else ["speed"]))
+        result = session.run(named_steps(["env", "profile"] if options.quick else ["speed"]))
     result["notes"] += [f"failed: {failure}" for failure in result.pop("failed")]
     return result

@@ -1,4 +1,4 @@
-"""What a machine is: its GPU, memory, processor and libraries, and its rates by the planner's profile."""
+"""What a machine is: its GPU, memory, processor and libraries; and the trial of its fast paths."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
 
 _LIBRARIES = ("torch", "triton", "transformers", "numpy", "numba", "tokenizers", "safetensors", "accelerate", "pytest")
@@ -23,7 +21,6 @@ _GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.c
 def describe() -> None:
     part("versions", _versions)
     part("machine", _machine)
-    part("host memory", _page_rates)
 
 
 def try_fast_paths() -> None:
@@ -76,19 +73,3 @@ def _machine() -> dict[str, Any]:
         "disk_free_gib": psutil.disk_usage(os.environ["WORK"]).free / GIB,
         "huge_pages": huge.read_text().strip() if huge.is_file() else None,
     }
-
-
-def _page_rates() -> dict[str, float]:
-    """Measure how fast fresh pages arrive, in GB/s: with one thread and with all."""
-    import torch
-
-    from flexgen_helm.offload.staging import pages
-
-    found = {}
-    for threads in (1, os.cpu_count() or 1):
-        torch.set_num_threads(threads)
-        block = pages(GIB >> 6 if FAKE else 2 * GIB)
-        for label in ("first", "second"):
-            (seconds,) = time_calls([partial(block.fill_, 1)], 1)
-            found[f"{label}_touch_{threads}_threads_gb_s"] = block.numel() / seconds / 1e9
-    return found

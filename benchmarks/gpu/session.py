@@ -63,7 +63,6 @@ STEPS = {
     "env": Step(5, 30, "machine.describe"),
     "trial": Step(30, 90, "machine.try_fast_paths"),
     "profile": Step(20, 100, "speed.profile"),
-    "link": Step(10, 60, "link.measure"),
     "tests": _tests(
         70,
         150,
@@ -83,7 +82,6 @@ STEPS = {
     "kernels": Step(20, 90, "attention.measure"),
     "perf67": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8),
     "acc67": _transformers(25, 70, "opt-6.7b", 8, "perf67", gpu=8),
-    "gpuattention": _engine(45, 115, "opt-6.7b", 64, gpu=6, card=8, options={"cpu_attention": False}),
     "resident67": _engine(30, 80, "opt-6.7b", 128),
     "hf67": _transformers(20, 60, "opt-6.7b", 128, "resident67"),
     "slowlink": _engine(50, 110, "opt-6.7b", 64, gpu=6, card=8, link=12),
@@ -94,9 +92,9 @@ STEPS = {
 }
 GROUPS = {
     "correct": ("tests", "parity", "races"),
-    "call1": ("env", "link", "trial", "correct", "perf67", "acc67", "kernels"),
+    "call1": ("env", "profile", "trial", "correct", "perf67", "acc67", "kernels"),
     "call2": ("perf30", "acc30", "resident67", "hf67", "slowlink", "t4", "packed30"),
-    "speed": ("env", "link", "kernels", "perf67", "acc67", "call2"),
+    "speed": ("env", "profile", "kernels", "perf67", "acc67", "call2"),
 }
 # Beside the tests nothing is timed.
 _BESIDE_TESTS = ("parity", "races")

@@ -107,7 +107,16 @@ def _transformers(label: str, model: str, rows: int, peer_of: str, gpu: float | 
 
 def profile() -> None:
     """Measure this machine once: plans of all steps follow from it. FLEXGEN_HELM_HARDWARE may name what is known."""
-    part("profile", lambda: profile_named(os.environ.get("FLEXGEN_HELM_HARDWARE", "measured")).to_json())
+    part("rates", _rates)
+
+
+def _rates() -> dict[str, float]:
+    """Rates of link and GPU in bytes, elements and FLOPs a second, and fixed times in seconds."""
+    known = profile_named(os.environ.get("FLEXGEN_HELM_HARDWARE", "measured"))
+    assert known.gpu is not None and known.link is not None
+    found = {key: value for rates in (known.link, known.gpu) for key, value in vars(rates).items()}
+    products = {f"{dtype}_flops": curve.best for dtype, curve in known.gpu.matmul_flops.items()}
+    return {key: value for key, value in found.items() if isinstance(value, float)} | products
 
 
 def _plan_for(card: float | None, link: float | None) -> None:

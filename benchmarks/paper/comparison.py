@@ -22,19 +22,18 @@ from flexgen_helm.report.throughput import versions
 class Measurement:
     """The benchmark that measures a table.
 
-    minutes: it takes on two cores; None where nobody has timed it.
+    minutes: it takes on two cores.
     options: of the benchmark, besides its defaults.
     """
 
     benchmark: str
-    minutes: int | None
+    minutes: int
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         flags = "".join(f" --{name} {text}" for name, text in texts.items())
-        minutes = "" if self.minutes is None else f", about {self.minutes} minutes"
-        return f"bench {self.benchmark}{flags}{minutes}"
+        return f"bench {self.benchmark}{flags}, about {self.minutes} minutes"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Table:
     rows: label, paper, predicted, measured; the last three None where there is none.
     note: what was measured on what shapes, why columns are empty, and why figures differ.
     columns: names of further figures that rows have, and what the page calls them.
-    measured_by: empty where nothing here can measure it.
+    measured_by: None where nothing here can measure it.
     picture: what the page's picture of it shows, in `docs/images/paper_<name>.svg`; None without a picture.
     """
 
@@ -55,7 +54,7 @@ class Table:
     rows: Callable[[Sources], list[Row]]
     note: str
     columns: tuple[tuple[str, str], ...] = ()
-    measured_by: tuple[Measurement, ...] = ()
+    measured_by: Measurement | None = None
     picture: str | None = None
 
 
@@ -71,8 +70,7 @@ def run(options: Options) -> dict[str, Any]:
     if options.measure and not any(table.measured_by for table in tables):
         raise UsageError(f"nothing here measures the table {options.table!r}: leave out --measure")
     for table in tables:
-        runs = " and ".join(map(str, table.measured_by))
-        filled = f"--measure runs {runs}" if runs else "nothing here measures it"
+        filled = f"--measure runs {table.measured_by}" if table.measured_by else "nothing here measures it"
         options.tell(f"{table.name}: predicted in seconds; {filled}")
     sources = Sources(_measured(tables, options) if options.measure else {}, *lengths)
     found = [{"table": table.name, **row} for table in tables for row in table.rows(sources)]
@@ -93,13 +91,13 @@ def _measured(tables: Sequence[Table], options: Options) -> dict[str, Mapping[st
     from torch.cuda import is_available
 
     results: dict[str, Mapping[str, Any]] = {}
-    for own in {own.benchmark: own for table in tables for own in table.measured_by}.values():
-        if own.benchmark == "gpu" and not is_available():
-            options.tell(f"{own}: left out, because torch finds no CUDA device")
+    for measurement in filter(None, (table.measured_by for table in tables)):
+        if measurement.benchmark == "gpu" and not is_available():
+            options.tell(f"{measurement}: left out, because torch finds no CUDA device")
             continue
-        options.tell(f"measuring: {own}")
-        results[own.benchmark] = load(own.benchmark)(
-            Options(quick=options.quick, repeats=options.repeats, tell=options.tell, **own.options)
+        options.tell(f"measuring: {measurement}")
+        results[measurement.benchmark] = load(measurement.benchmark)(
+            Options(quick=options.quick, repeats=options.repeats, tell=options.tell, **measurement.options)
         )
     return results
 
@@ -112,7 +110,7 @@ TABLES = (
         rows.throughput,
         "not measured here: no T4, and not the memory for these models. The largest error is that of 4-bit OPT-175B, "
         "where one rate of dequantization serves weights and cache.",
-        measured_by=(Measurement("gpu", 12),),
+        measured_by=Measurement("gpu", 12),
     ),
     Table(
         "frontier",
@@ -135,7 +133,7 @@ TABLES = (
         "22 + 12 tokens (`bench ablation`). All rows agree in "
         "direction. The simulated GPU's copies and products use the host's cores, so overlap and attention on the CPU "
         "have less to gain. Left out: OPT-175B's DeepSpeed policy, of which the paper has one digit.",
-        measured_by=(Measurement("ablation", 5),),
+        measured_by=Measurement("ablation", 5),
         picture="Throughput without each technique, of the paper, predicted and measured",
     ),
     Table(
@@ -188,7 +186,7 @@ TABLES = (
         rows.mixed_lengths,
         "measured: SmolLM2-135M in memory, two subjects of MMLU, 100 prompts each (`bench clients`). Our batches have "
         "no padding; the paper pads to the longest. XSum has to be downloaded.",
-        measured_by=(Measurement("clients", 7, {"tasks": ("mmlu",), "peers": ("huggingface",)}),),
+        measured_by=Measurement("clients", 7, {"tasks": ("mmlu",), "peers": ("huggingface",)}),
     ),
     Table(
         "devices",
@@ -201,19 +199,18 @@ TABLES = (
     Table(
         "network",
         "Offloading against a pipeline over a network, OPT-30B, 512 + 32 tokens",
-        "tokens/s of a GPU, seconds of 12 sequences, ms",
+        "tokens/s of a GPU",
         rows.network,
-        "the paper has a picture of three networks, and Petals' throughput below 10 ms at 1 Gbit/s: 2.84 tokens/s. The "
-        "model has no cost of Petals' servers and clients, so the pipeline is predicted faster than Petals was.",
+        "not measured here: no GPU. The paper has a picture of three networks, and Petals' throughput in one. What a "
+        "cost model predicted for Petals is in `docs/explanation/pipeline.md`.",
     ),
     Table(
         "accuracy",
         "Accuracy in 4 bits",
         "ratio or change from 16 bits",
         rows.accuracy,
-        "measured: SmolLM2-135M, precision `4bit`, 100 passages (`bench precisions`). No cost model predicts "
-        "accuracy. This model is 220 and 1,300 times smaller than the paper's and loses more. The paper's sparse "
-        "attention is left out.",
-        measured_by=(Measurement("precisions", None, {"instances": 100}),),
+        "measured: SmolLM2-135M, precision `4bit`, 100 passages, stored. `flexgen-helm compare` measures other models. "
+        "No cost model predicts accuracy. This model is 220 and 1,300 times smaller than the paper's and loses more. "
+        "The paper's sparse attention is left out.",
     ),
 )

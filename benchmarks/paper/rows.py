@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.paper.network import NETWORKS, offloading, pipeline
-from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.cost_model import PassTimes, block_costs
 from flexgen_helm.planner.policy import ZIGZAG, Workload
 from flexgen_helm.planner.problem import CACHE, HIDDEN, WEIGHTS, Affine, BlockShape, fraction_vector
@@ -39,6 +37,10 @@ _PARTS = {
     "hidden states": None,
 }
 Row = dict[str, Any]
+
+
+def row(label: str, paper: Any = None, predicted: Any = None, measured: Any = None, **more: Any) -> Row:
+    return {"label": label, "paper": paper, "predicted": predicted, "measured": measured, **more}
 
 
 @dataclass(frozen=True)
@@ -78,45 +80,36 @@ def throughput(sources: Sources) -> list[Row]:
 
     For other lengths there are predictions alone, for FlexGen with the search's policies.
     """
-    lines = [row for row in _evaluated() if row["table"] == "throughput_512"]
+    lines = [line for line in _evaluated() if line["table"] == "throughput_512"]
     if (sources.prompt, sources.output) == (PROMPT, OUTPUT):
         device = (sources.result("gpu") or {"hardware": {"device": ""}})["hardware"]["device"]
-        on_gpu = [
-            {
-                "label": f"{device}: {row['label']}",
-                "paper": None,
-                "predicted": None,
-                "measured": _digits(row["tokens_per_s"]),
-            }
-            for row in sources.rows("gpu").values()
-            if "tokens_per_s" in row
+        return [_predicted(line) for line in lines] + [
+            row(f"{device}: {line['label']}", measured=_digits(line["tokens_per_s"]))
+            for line in sources.rows("gpu").values()
+            if "tokens_per_s" in line
         ]
-        return [_predicted(line) for line in lines] + on_gpu
     rows = []
     for line in lines:
-        other = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
+        longer = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
         if line["system"].startswith("FlexGen"):
-            problem, _, _ = row_problem(other, load_profile("t4"))
-            found = search(problem, (ZIGZAG,))
+            found = search(row_problem(longer, load_profile("t4"))[0], (ZIGZAG,))
             label, costs = f"{line['system']} {line['model']} {found.policy}", found.prediction
         else:
-            label, costs = _throughput_label(line), predict_row(other, load_profile("t4"))
-        predicted = _digits(costs.tokens_per_s) if costs.feasible else "OOM"
-        rows.append({"label": label, "paper": None, "predicted": predicted, "measured": None})
+            label, costs = _throughput_label(line), predict_row(longer, load_profile("t4"))
+        rows.append(row(label, predicted=_digits(costs.tokens_per_s) if costs.feasible else "OOM"))
     return rows
 
 
 def policies(sources: Sources) -> list[Row]:
-    return [_predicted(row) for row in _evaluated() if row["table"] == "ablation_policies"]
+    return [_predicted(line) for line in _evaluated() if line["table"] == "ablation_policies"]
 
 
 def ssd_speed(sources: Sources) -> list[Row]:
-    return [_predicted(row) for row in _evaluated() if row["table"] == "ssd_speed"]
+    return [_predicted(line) for line in _evaluated() if line["table"] == "ssd_speed"]
 
 
 def frontier(sources: Sources) -> list[Row]:
     """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's."""
-    policies = {(row["system"], row["model"]): row for row in _evaluated() if row["table"] == "throughput_512"}
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "latency_throughput_512_32_T4.csv").to_dict("records"):
         system, model, sequences = line["system"], line["model"], int(line["effective_batch_size"])
@@ -124,28 +117,22 @@ def frontier(sources: Sources) -> list[Row]:
             precision = COMPRESSED if system == "FlexGen (c)" else FP16
             costs = _searched(model, Workload.uniform(PROMPT, OUTPUT, sequences), precision).prediction
         else:
-            costs = predict_row({**policies[system, model], "gpu_batch_size": str(sequences)}, load_profile("t4"))
-        rows.append(
-            {
-                "label": f"{system} {model}, block of {sequences}",
-                "paper": line["tokens_per_s"],
-                "predicted": _digits(costs.tokens_per_s),
-                "measured": None,
-                "paper_s": line["latency_s"],
-                "predicted_s": round(costs.block_s),
-            }
-        )
+            small = {**_main_line(system, model), "gpu_batch_size": str(sequences)}
+            costs = predict_row(small, load_profile("t4"))
+        latencies = {"paper_s": line["latency_s"], "predicted_s": round(costs.block_s)}
+        label = f"{system} {model}, block of {sequences}"
+        rows.append(row(label, line["tokens_per_s"], _digits(costs.tokens_per_s), **latencies))
     return rows
 
 
 def techniques(sources: Sources) -> list[Row]:
     """Throughput without each technique, over the throughput with all of them."""
     paper = pd.read_csv(PAPER / "ablation_techniques_512_32_T4.csv", index_col="configuration").opt_30b_tokens_per_s
-    own = sources.rows("ablation")
-    lines = [row for row in _evaluated() if row["model"] == "opt-30b" and row["system"] == "FlexGen"]
+    measured = sources.rows("ablation")
+    lines = [line for line in _evaluated() if line["model"] == "opt-30b" and line["system"] == "FlexGen"]
 
     def predicted(**wanted: str) -> float:
-        (line,) = (row for row in lines if all(row[name] == value for name, value in wanted.items()))
+        (line,) = (line for line in lines if all(line[name] == value for name, value in wanted.items()))
         return float(line["predicted_tokens_per_s"])
 
     block = {"gpu_batch_size": "48", "num_gpu_batches": "3"}
@@ -157,67 +144,59 @@ def techniques(sources: Sources) -> list[Row]:
         ("deepspeed policy", predicted(gpu_batch_size="8"), "row by row, small batch"),
     )
     everything = float(paper["all optimizations"])
-    flags = {"overlap": "no overlapping", "cpu_attention": "no cpu compute"}
-    large: list[Row] = []
-    for row in _evaluated():
-        if row["model"] == "opt-175b" and row["table"] == "ablation_techniques":
-            # The row that has both techniques has another policy.
-            without = next((name for flag, name in flags.items() if row[flag] == "0"), "no policy search")
-            large.append({"label": f"OPT-175B, {without}", **_share_of_best(row)})
-    return [
-        {
-            "label": f"OPT-30B, {label}",
-            "paper": round(float(paper[label]) / everything, 3),
-            "predicted": round(value / full, 3),
-            "measured": round(own[ours]["ratio"], 3) if own else None,
-        }
+    rows = [
+        row(
+            f"OPT-30B, {label}",
+            round(float(paper[label]) / everything, 3),
+            round(value / full, 3),
+            round(measured[ours]["ratio"], 3) if measured else None,
+        )
         for label, value, ours in cases
-    ] + large
+    ]
+    flags = {"overlap": "no overlapping", "cpu_attention": "no cpu compute"}
+    for line in _evaluated():
+        if line["model"] == "opt-175b" and line["table"] == "ablation_techniques":
+            # The row that has both techniques has another policy.
+            without = next((name for flag, name in flags.items() if line[flag] == "0"), "no policy search")
+            rows.append(row(f"OPT-175B, {without}", *_share_of_best(line)))
+    return rows
 
 
-def _share_of_best(line: Row) -> Row:
-    """Return the throughput of a row of OPT-175B over that of the best policy with as much page cache."""
+def _share_of_best(line: Row) -> tuple[float, ...]:
+    """Return the paper's and the predicted throughput of OPT-175B over the best policy's with as much page cache."""
     (best,) = (
-        row
-        for row in _evaluated()
-        if _throughput_label(row) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
-        and row["page_cache"] == line["page_cache"]
-        and row["overlap"] == row["cpu_attention"] == "1"
-        and float(row["disk_read_gb_s"]) >= 1
+        known
+        for known in _evaluated()
+        if _throughput_label(known) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
+        and known["page_cache"] == line["page_cache"]
+        and known["overlap"] == known["cpu_attention"] == "1"
+        and float(known["disk_read_gb_s"]) >= 1
     )
-    keys = {"paper": "tokens_per_s", "predicted": "predicted_tokens_per_s"}
-    shares = {column: round(float(line[key]) / float(best[key]), 3) for column, key in keys.items()}
-    return {**shares, "measured": None}
+    keys = ("tokens_per_s", "predicted_tokens_per_s")
+    return tuple(round(float(line[key]) / float(best[key]), 3) for key in keys)
 
 
 def breakdown(sources: Sources) -> list[Row]:
     """OPT-175B without overlap: seconds of each phase, and what share of them each part takes."""
     paper = pd.read_csv(PAPER / "breakdown_opt_175b_512_T4.csv", index_col="stage").to_dict("index")
     (line,) = (
-        row
-        for row in _evaluated()
-        if row["model"] == "opt-175b" and row["system"] == "FlexGen" and row["overlap"] == "0"
+        line
+        for line in _evaluated()
+        if line["model"] == "opt-175b" and line["system"] == "FlexGen" and line["overlap"] == "0"
     )
     predicted = predicted_parts(line)
     rows: list[Row] = []
     for stage, figures in paper.items():
-        seconds = {
-            "paper": {"total": figures["total_s"]} | {part: figures[name] for part, name in _PARTS.items() if name},
-            "predicted": predicted[stage],
-        }
-        totals = {column: _digits(spent["total"]) for column, spent in seconds.items()}
-        rows.append({"label": f"{stage}, seconds", **totals, "measured": None})
+        theirs = {"total": figures["total_s"]} | {part: figures[name] for part, name in _PARTS.items() if name}
+        sides = theirs, predicted[stage]
+        rows.append(row(f"{stage}, seconds", *(_digits(spent["total"]) for spent in sides)))
         for part in _PARTS:
-            shares = {
-                column: round(spent[part] / spent["total"], 3) if part in spent else None
-                for column, spent in seconds.items()
-            }
-            rows.append({"label": f"{stage}: {part}", **shares, "measured": None})
-        sums = {
-            column: round(sum(spent[part] for part in _PARTS if part in spent) / spent["total"], 3)
-            for column, spent in seconds.items()
-        }
-        rows.append({"label": f"{stage}: all parts", **sums, "measured": None})
+            shares = (round(spent[part] / spent["total"], 3) if part in spent else None for spent in sides)
+            rows.append(row(f"{stage}: {part}", *shares))
+        sums = (sum(spent[part] for part in _PARTS if part in spent) for spent in sides)
+        rows.append(
+            row(f"{stage}: all parts", *(round(total / spent["total"], 3) for total, spent in zip(sums, sides)))
+        )
     return rows
 
 
@@ -252,23 +231,15 @@ def _parts(times: PassTimes, fractions: Affine) -> Iterator[tuple[str, float]]:
 def accuracy(sources: Sources) -> list[Row]:
     """WikiText-2 perplexity in 4 bits over that in 16, and the change of LAMBADA's accuracy."""
     paper = pd.read_csv(PAPER / "approximations_accuracy.csv", index_col="model").to_dict("index")
-    own = sources.rows("precisions")
+    ratio, change = "WikiText-2 perplexity, ratio", "LAMBADA accuracy, change"
     rows: list[Row] = []
     for model, figures in paper.items():
-        for label, before, after in (
-            ("WikiText-2 perplexity, ratio", "wikitext_ppl_fp16", "wikitext_ppl_4bit"),
-            ("LAMBADA accuracy, change", "lambada_acc_fp16", "lambada_acc_4bit"),
-        ):
-            change = figures[after] / figures[before] if "ratio" in label else figures[after] - figures[before]
-            rows.append({"label": f"{model}: {label}", "paper": round(change, 3), "predicted": None, "measured": None})
-    if own:
-        fp16, packed = own["fp16"], own["4bit"]
-        for label, value in (
-            ("WikiText-2 perplexity, ratio", packed["perplexity"] / fp16["perplexity"]),
-            ("LAMBADA accuracy, change", packed["accuracy"] - fp16["accuracy"]),
-        ):
-            label = f"smollm2-135m: {label}"
-            rows.append({"label": label, "paper": None, "predicted": None, "measured": round(value, 3)})
+        rows.append(row(f"{model}: {ratio}", round(figures["wikitext_ppl_4bit"] / figures["wikitext_ppl_fp16"], 3)))
+        rows.append(row(f"{model}: {change}", round(figures["lambada_acc_4bit"] - figures["lambada_acc_fp16"], 3)))
+    if measured := sources.rows("precisions"):
+        fp16, packed = measured["fp16"], measured["4bit"]
+        rows.append(row(f"smollm2-135m: {ratio}", measured=round(packed["perplexity"] / fp16["perplexity"], 3)))
+        rows.append(row(f"smollm2-135m: {change}", measured=round(packed["accuracy"] - fp16["accuracy"], 3)))
     return rows
 
 
@@ -277,10 +248,8 @@ def subscenarios(sources: Sources) -> list[Row]:
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "helm_subscenarios_opt_iml_30b_T4.csv").to_dict("records"):
         workload = Workload.uniform(*(int(line[name]) for name in ("prompt_len", "gen_len", "num_sequences")))
-        minutes = _searched("opt-30b", workload).prediction.latency_s / 60
-        rows.append(
-            {"label": line["run_entry"], "paper": line["minutes"], "predicted": round(minutes), "measured": None}
-        )
+        seconds = _searched("opt-30b", workload).prediction.latency_s
+        rows.append(row(line["run_entry"], line["minutes"], round(seconds / 60)))
     return rows
 
 
@@ -291,53 +260,51 @@ def data_wrangling(sources: Sources) -> list[Row]:
     for model in ("opt-30b", "opt-175b"):
         for line in lines:
             workload = Workload.uniform(*(int(line[name]) for name in ("input_len", "output_len", "num_sequences")))
-            rows.append(
-                {
-                    "label": f"{model}: {line['task']}",
-                    "paper": line[f"{model.replace('-', '_')}_seconds"],
-                    "predicted": round(_searched(model, workload).prediction.latency_s),
-                    "measured": None,
-                }
-            )
+            seconds = _searched(model, workload).prediction.latency_s
+            rows.append(row(f"{model}: {line['task']}", line[f"{model.replace('-', '_')}_seconds"], round(seconds)))
     return rows
 
 
 def mixed_lengths(sources: Sources) -> list[Row]:
     """Tokens that were asked for, over tokens that were computed: padding is the rest."""
     tasks = (sources.result("clients") or {"tasks": []})["tasks"]
-    own = {f"{task['name']} abstract_algebra": task["prompts"]["efficiency"] for task in tasks}
+    measured = {f"{task['name']} abstract_algebra": task["prompts"]["efficiency"] for task in tasks}
     return [
-        {"label": line["task"], "paper": line["efficiency"], "predicted": None, "measured": own.get(line["task"])}
+        row(line["task"], line["efficiency"], measured=measured.get(line["task"]))
         for line in pd.read_csv(PAPER / "helm_mixed_lengths_T4.csv").to_dict("records")
     ]
 
 
 def devices(sources: Sources) -> list[Row]:
-    return [
-        {
-            "label": f"{line['model']}, {line['num_gpus']} GPU, {line['metric']}",
-            "paper": line["measured"],
-            "predicted": _digits(line["predicted"]),
-            "measured": None,
-        }
-        for line in evaluate_pipeline(PAPER, load_profile("t4")).to_dict("records")
-    ]
+    return on_devices(load_profile("t4"))
+
+
+def on_devices(hardware: HardwareProfile) -> list[Row]:
+    """Generation and decoding throughput of 1 and 4 GPUs of a machine.
+
+    One GPU has the policy that the paper names. For four the paper names none: they have the search's, in the model of
+    the authors' engine.
+    """
+    paper = pd.read_csv(PAPER / "pipeline_4gpu_512_T4.csv").set_index(["system", "num_gpus", "metric"]).loc["FlexGen"]
+    rows = []
+    for model in ("opt-6.7b", "opt-30b", "opt-175b"):
+        line = _main_line("FlexGen", model)
+        problem, policy, _ = row_problem(line, hardware)
+        found = search(replace(problem, stages=4), (ZIGZAG,))
+        one, four = (predict_row(line, hardware), policy.block_size), (found.prediction, found.policy.block_size)
+        for gpus, (costs, sequences) in ((1, one), (4, four)):
+            decoding = sequences * (OUTPUT - 1) / costs.decode_s
+            for metric, rate in (("generation tokens/s", costs.tokens_per_s), ("decoding tokens/s", decoding)):
+                figure = float(paper.loc[(gpus, metric), model.replace("-", "_").replace(".", "_")])
+                rows.append(row(f"{model}, {gpus} GPU, {metric}", figure, _digits(rate)))
+    return rows
 
 
 def network(sources: Sources) -> list[Row]:
-    """OPT-30B over four T4s in three networks, of which the first is the paper's for Petals, and offloaded on one."""
+    """OPT-30B offloaded on one T4, and by Petals over four of them."""
     petals = pd.read_csv(PAPER / "petals_512_T4.csv", index_col="model").tokens_per_s_of_one_gpu
-    own = _opt_30b()
-    seconds, rate = offloading(OUTPUT)
-    paper = {"offloading": float(own["tokens_per_s"]), next(iter(NETWORKS)): float(petals["opt-30b"])}
-    found = {"offloading": (seconds, rate)} | {name: pipeline(OUTPUT, network) for name, network in NETWORKS.items()}
-    rows: list[Row] = []
-    for name, (latency, tokens_per_s) in found.items():
-        where = name if name == "offloading" else f"pipeline, {name}"
-        figures = {"paper": paper.get(name), "predicted": _digits(tokens_per_s), "measured": None}
-        rows.append({"label": f"{where}: tokens/s of a GPU", **figures})
-        rows.append({"label": f"{where}: seconds", "paper": None, "predicted": round(latency), "measured": None})
-    return rows
+    offloaded = {**_predicted(_main_line("FlexGen", "opt-30b")), "label": "offloading"}
+    return [offloaded, row("Petals, below 10 ms, 1 Gbit/s", float(petals["opt-30b"]))]
 
 
 @cache
@@ -345,13 +312,10 @@ def _evaluated() -> list[Row]:
     return list(evaluate_csv(PAPER / "throughput.csv", load_profile("t4"))["rows"])
 
 
-def _opt_30b() -> Row:
-    """Return FlexGen's row of OPT-30B in the throughput table."""
-    (line,) = (
-        row
-        for row in _evaluated()
-        if (row["table"], row["system"], row["model"]) == ("throughput_512", "FlexGen", "opt-30b")
-    )
+def _main_line(system: str, model: str) -> Row:
+    """Return the line of a system and model in the throughput table."""
+    wanted = ("throughput_512", system, model)
+    (line,) = (line for line in _evaluated() if (line["table"], line["system"], line["model"]) == wanted)
     return line
 
 
@@ -364,21 +328,15 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     return search(full_memory(problem), (ZIGZAG,))
 
 
-def _label(row: Row) -> str:
-    return _throughput_label(row) + (", page cache held back" if row["page_cache"] == "held_back" else "")
+def _throughput_label(line: Row) -> str:
+    shares = " ".join("/".join(str(line[f"{kind}{tier}"]) for tier in "gc") for kind in "wch")
+    return f"{line['system']} {line['model']} {line['gpu_batch_size']}x{line['num_gpu_batches']} {shares}"
 
 
-def _throughput_label(row: Row) -> str:
-    shares = " ".join("/".join(str(row[f"{kind}{tier}"]) for tier in "gc") for kind in "wch")
-    return f"{row['system']} {row['model']} {row['gpu_batch_size']}x{row['num_gpu_batches']} {shares}"
-
-
-def _predicted(row: Row) -> Row:
-    label = _label(row)
-    measured = row["tokens_per_s"]
-    paper = measured if measured == "OOM" else float(measured)
-    predicted = _digits(row["predicted_tokens_per_s"]) if row["feasible"] else "OOM"
-    return {"label": label, "paper": paper, "predicted": predicted, "measured": None}
+def _predicted(line: Row) -> Row:
+    label = _throughput_label(line) + (", page cache held back" if line["page_cache"] == "held_back" else "")
+    paper = line["tokens_per_s"] if line["tokens_per_s"] == "OOM" else float(line["tokens_per_s"])
+    return row(label, paper, _digits(line["predicted_tokens_per_s"]) if line["feasible"] else "OOM")
 
 
 def _digits(value: float) -> float:

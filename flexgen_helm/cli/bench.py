@@ -13,6 +13,11 @@ from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, OutFile, check_engi
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 
+_BENCHMARK_OF = {
+    "--tasks": "clients", "--peers": "clients", "--chat": "clients", "--python": "accuracy", "--reference": "accuracy",
+    "--model": "precisions", "--table": "paper", "--measure": "paper", "--prompt-len": "paper", "--gen-len": "paper",
+}  # fmt: skip
+
 
 def bench(
     name: Annotated[
@@ -49,10 +54,6 @@ def bench(
         str | None,
         typer.Option(metavar="DIR", help="accuracy: keep the harness's results there, and reuse them."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the benchmark's."),
-    ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="paper: measure its tables on this machine. It says how long that takes.")
@@ -72,7 +73,7 @@ def bench(
     peers: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="clients: against these (huggingface, padded, llama.cpp). --out is added to as well."
+            metavar="NAMES", help="clients: against these (huggingface, llama.cpp). --out is added to as well."
         ),
     ] = None,
 ) -> None:
@@ -81,29 +82,29 @@ def bench(
     All sides of a comparison are measured in one call, in alternation. The table shows medians.
 
     Benchmarks:
-      clients     whole runs with our client, and with HELM's own
-      accuracy    LAMBADA and WikiText-2, beside lm-evaluation-harness
-      offload     weights streamed from the disk, against memory and Accelerate
-      ablation    each technique left out, on a simulated GPU
-      experts     a mixture of experts four times as large as memory
-      gpu         a GPU's links and products, and large models in 16 GB of it
-      policy      predicted against measured time, and other policies
-      kernels     unpacking 4 bits, and products with packed weights
-      precisions  bytes, speed, perplexity, divergence, and flips of a model's precisions
-      paper       tables of the FlexGen paper, predicted for its T4 and measured
+      clients   whole runs with our client, and with HELM's own
+      accuracy  LAMBADA and WikiText-2, beside lm-evaluation-harness
+      offload   weights streamed from the disk, against memory and Accelerate
+      ablation  each technique left out, on a simulated GPU
+      gpu       a GPU's links and products, and large models in 16 GB of it
+      policy    predicted against measured time, and other policies
+      kernels   unpacking 4 bits, and products with packed weights
+      paper     tables of the FlexGen paper, predicted for its T4 and measured
     """
     check_engine_flags(engine)
     if folder := engine.get("offload_dir"):
         Path(folder).mkdir(parents=True, exist_ok=True)
     import pandas
 
-    from flexgen_helm.benchmarks import Options, load
+    from flexgen_helm.benchmarks import KNOWN, Options, load
 
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
-    if any(chosen.values()) and name != "clients":
-        raise UsageError(f"bench {name} has neither --tasks nor --peers, which are of bench clients")
-    if name != "paper" and (measure or prompt_len or gen_len):
-        raise UsageError(f"bench {name} has no --measure, --prompt-len or --gen-len, which are of bench paper")
+    given = {"--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference}
+    given |= {"--model": model, "--table": table, "--measure": measure}
+    given |= {"--prompt-len": prompt_len, "--gen-len": gen_len}
+    for flag, value in given.items():
+        if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
+            raise UsageError(f"bench {name} has no {flag}, which is of bench {_BENCHMARK_OF[flag]}")
     earlier = _result_in(out) if any(chosen.values()) else None
     options = Options(
         engine,
@@ -114,7 +115,6 @@ def bench(
         chat,
         python,
         reference,
-        model,
         table,
         measure,
         prompt_len,

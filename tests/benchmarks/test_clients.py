@@ -8,12 +8,10 @@ import os
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, llama_server_task, load, summary
-from flexgen_helm.benchmarks.peer_runs import PeerRun
+from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, llama_cpp, load, summary
+from flexgen_helm.benchmarks.llama_cpp import PeerRun
 from flexgen_helm.benchmarks.reference import SAMPLE_TEXTS, export, same_tokens
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -52,31 +50,6 @@ def test_the_wheel_models_copy_has_our_tokenizer(wheel_model, tmp_path):
 def test_another_architecture_is_refused(tiny, tmp_path):
     with pytest.raises(UsageError, match="Llama"):
         export(open_checkpoint(tiny("opt").path), tmp_path)
-
-
-def test_helm_reads_the_entries(tiny, tmp_path):
-    import cattrs
-    import yaml
-    from helm.benchmark.model_deployment_registry import ModelDeployments
-    from helm.benchmark.model_metadata_registry import ModelMetadataList
-    from helm.benchmark.tokenizer_config_registry import TokenizerConfigs
-
-    content = yaml.safe_load(
-        yaml.safe_dump(clients.helm_configs(tmp_path, 96, Tokenizer.from_path(tiny("llama").path)))
-    )
-    raw, chat = cattrs.structure(content["model_deployments.yaml"], ModelDeployments).model_deployments
-    (tokenizer,) = cattrs.structure(content["tokenizer_configs.yaml"], TokenizerConfigs).tokenizer_configs
-    models = cattrs.structure(content["model_metadata.yaml"], ModelMetadataList).models
-    assert (raw.name, chat.name) == (clients.REFERENCE, clients.CHAT_REFERENCE)
-    assert [model.name for model in models] == [raw.name, chat.name]
-    assert raw.tokenizer_name == chat.tokenizer_name == tokenizer.name
-    assert raw.client_spec.args["torch_dtype"] == "torch.float32"
-    assert raw.client_spec.args["apply_chat_template"] is False and chat.client_spec.args["apply_chat_template"] is True
-
-
-def test_entries_get_a_model():
-    assert clients.with_model("a:b=c", "x/y") == "a:b=c,model=x/y"
-    assert clients.with_model("a", "x/y") == "a:model=x/y"
 
 
 def stat(name, mean, **rest):
@@ -180,7 +153,7 @@ def tiny_checkpoint(tiny):
     return open_checkpoint(tiny("llama").path)
 
 
-def test_a_tasks_result(tmp_path, tiny_checkpoint):
+def test_a_tasks_result(monkeypatch, tmp_path):
     """One command has two runs: their records add up, and the first that was ready counts."""
     write_run(tmp_path / "a,model=ours", ["a", "b"], RECORD)
     write_run(tmp_path / "b:model=ours", ["a"], {**RECORD, "wall_s": {"generate": 1.0, "metrics": 1.0}})
@@ -193,25 +166,25 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
         "huggingface -n 1": [helm_runs.read_runs(theirs, seconds, 1000.0) for seconds in (22.0, 23.0, 21.0)],
         "huggingface -n 4": [helm_runs.read_runs(theirs, 44.0, 1000.0)],
     }
-    found, padded = clients._parts(clients.Task("task", ("entry",), 2), runs, tiny_checkpoint, [33.0], load=2.0)
+    monkeypatch.setattr(llama_cpp, "version", lambda: "9999")
+    served = {8: [PeerRun(33.0, 3.0, ["a", "b", "a"])]}
+    found, other = clients._parts(clients.Task("task", ("entry",), 2), runs, served, load=2.0)
     assert [row["median"] for row in found["rows"]] == [11.0, 13.0, 22.0, 44.0]
-    assert [row["median"] for row in padded["rows"]] == [11.0, 13.0, 33.0]
-    assert (found["peer"], padded["peer"], padded["scores"]) == ("huggingface", "padded", None)
+    assert [row["median"] for row in other["rows"]] == [11.0, 13.0, 33.0]
+    assert (found["peer"], other["peer"], other["scores"]["equal_completions"]) == ("huggingface", "llama.cpp", 3)
     assert {"label", "median", "min", "max", "n"} <= set(found["rows"][0])
     # Ours was ready 3 s after the process began; theirs had answered at second 11.5, in whole seconds rounded up.
     assert found["ratios"] == {
         "end_to_end": 2.0,
         "after_the_first_request": pytest.approx((22 - 11.5) / (11 - 3)),
     }
-    assert all("busy machine (load 2.0)" in part["notes"][-1] for part in (found, padded))
-    assert padded["ratios"] == {"against_padded_batches": 3.0}
+    assert all("busy machine (load 2.0)" in part["notes"][-1] for part in (found, other))
+    assert other["ratios"]["against_llama_cpp"] == 3.0
     assert found["scores"] == {"compared": 2, "differing": [], "equal_completions": 2}
     prompts = found["prompts"]
     assert (prompts["asked"], prompts["computed"], prompts["output"]) == (20, 14.0, 4)
     assert prompts["efficiency"] == pytest.approx(0.9)
-    assert found["bound"]["of_bound"] == pytest.approx((11 - 3) / found["bound"]["seconds"])
-    assert found["bound"]["of_library_bound"] == pytest.approx(found["bound"]["of_bound"] / 2)
-    whole = clients._joined([], [found, padded], ["a note"])
+    whole = clients._joined([], [found, other], ["a note"])
     assert [row["median"] for row in whole["rows"]] == [11.0, 13.0, 22.0, 44.0, 33.0]
     assert {"name", "hardware", "versions", "rows", "ratios"} <= set(whole)
     assert whole["ratios"]["task_end_to_end"] == 2.0 and whole["notes"][-1] == "a note"
@@ -220,22 +193,6 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
 
 OF_AN_OLDER_VERSION = '{"name": "clients", "tasks": [{"name": "natural"}]}'
 OF_ANOTHER = '{"name": "offload", "tasks": [{"name": "natural", "peer": "huggingface"}]}'
-
-
-def part(task, peer, seconds, version):
-    rows = [{"label": f"{task}: {side}", "median": value} for side, value in (("ours", 1.0), (peer, seconds))]
-    where = {"hardware": {"cores": version}, "versions": {"torch": version}, "settings": {}}
-    return {"name": task, "peer": peer, "rows": rows, "ratios": {peer: seconds}, "notes": [f"{task} {peer}"], **where}
-
-
-def test_a_later_call_adds_its_parts_and_replaces_those_it_measured_again():
-    first = clients._joined([], [part("a", "huggingface", 2.0, 1), part("b", "huggingface", 3.0, 1)], ["gone"])
-    earlier = clients.parts_of(json.loads(json.dumps(first)))
-    whole = clients._joined(earlier, [part("b", "huggingface", 5.0, 2), part("b", "padded", 7.0, 2)], [])
-    assert whole["ratios"] == {"a_huggingface": 2.0, "b_huggingface": 5.0, "b_padded": 7.0}
-    assert [p["versions"]["torch"] for p in whole["tasks"]] == [1, 2, 2]
-    assert [row["median"] for row in whole["rows"]] == [1.0, 2.0, 1.0, 5.0, 7.0]
-    assert whole["versions"] == {"torch": 2} and whole["notes"] == ["a huggingface", "b huggingface", "b padded"]
 
 
 def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
@@ -252,7 +209,7 @@ def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypa
         out.write_text(content)
         assert cli.main(command) == 2 and out.read_text() == content
     assert cli.main(["bench", "clients", "--tasks", "natural,"]) == 2
-    assert cli.main(["bench", "kernels", "--peers", "padded"]) == 2
+    assert cli.main(["bench", "kernels", "--peers", "llama.cpp"]) == 2
 
 
 def test_tasks_and_peers_are_chosen_by_name(monkeypatch):
@@ -266,40 +223,30 @@ def test_tasks_and_peers_are_chosen_by_name(monkeypatch):
         clients._tasks(Options(entry="a:b=c", tasks=("natural",)))
 
 
-def test_a_call_runs_the_chosen_peers_alone(monkeypatch, tmp_path, tiny_checkpoint):
-    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
-    (tmp_path / "mmlu").mkdir()
+@pytest.fixture
+def without_processes(monkeypatch, tmp_path, tiny_checkpoint):
+    """Runs of HELM and answers of llama.cpp's server are made up; returns the threads of each run."""
     for name, record in (("ours", RECORD), ("theirs", None)):
-        write_run(tmp_path / f"a,model={name}", ["a"], record, began=1010)
+        write_run(tmp_path / f"a,model={name}", ["a", "b"], record, began=1010)
     threads_used = []
 
     def run(entries, instances, folder, configs, threads, program):
         threads_used.append(threads)
         name = "ours" if threads is None else "theirs"
-        return helm_runs.read_runs([tmp_path / f"a,model={name}"], 10.0 + (threads or 0), 1000.0)
+        found = helm_runs.read_runs([tmp_path / f"a,model={name}"], 10.0 + (threads or 0), 1000.0)
+        scored = [{**found.requests[0], "max_tokens": 0, "echo_prompt": True}]
+        return dataclasses.replace(found, requests=scored) if "pattern" in entries[0] else found
 
     monkeypatch.setattr(clients, "helm_run", run)
-    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
+    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: None)
     monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
-    monkeypatch.setattr(clients, "padded", lambda *arguments: 40.0)
-    found = clients.run(Options(tasks=("mmlu", "natural"), peers=("padded",), repeats=1))
-    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("mmlu", "padded")]
-    assert threads_used == [None, None] and found["ratios"] == {"mmlu_against_padded_batches": 4.0}
-    found = clients.run(Options(tasks=("natural",), peers=("huggingface",), repeats=1, earlier=found))
-    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("mmlu", "padded"), ("natural", "huggingface")]
-    assert threads_used[2:] == [None, None, 1, 4]
-    assert found["tasks"][1]["settings"]["threads"] == [1, 4]
-    for options in (Options(quick=True, tasks=("natural",), earlier=found), Options(entry="a:b=c", earlier=found)):
-        with pytest.raises(UsageError, match="add nothing to it"):
-            clients.run(options)
-    with pytest.raises(UsageError, match="no chosen task is compared"):
-        clients.run(Options(tasks=("natural",), peers=("padded",)))
+    monkeypatch.setattr(clients, "fetch", lambda name: tmp_path / "model.gguf")
+    monkeypatch.setattr(llama_cpp, "missing", lambda: None)
+    monkeypatch.setattr(llama_cpp, "version", lambda: "9999")
+    return threads_used
 
 
-def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(monkeypatch, tmp_path, tiny_checkpoint):
-    write_run(tmp_path / "a,model=ours", ["a", "b"], RECORD)
-    ours = helm_runs.read_runs([tmp_path / "a,model=ours"], 10.0, 1000.0)
-    scored = dataclasses.replace(ours, requests=[{**ours.requests[0], "max_tokens": 0, "echo_prompt": True}])
+def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(without_processes, monkeypatch, tiny_checkpoint):
     asked = []
 
     def serve(file, prompts, requests, slots, log):
@@ -307,17 +254,11 @@ def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(monkeypatch,
         asked.append((slots, prompts))
         return PeerRun(40.0 / slots, 1.0, ["a", "x"])
 
-    monkeypatch.setattr(clients, "helm_run", lambda entries, *_, **__: scored if "pattern" in entries[0] else ours)
-    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
-    monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
-    monkeypatch.setattr(clients, "fetch", lambda name: tmp_path / "model.gguf")
-    monkeypatch.setattr(clients, "serve", serve)
-    monkeypatch.setattr(llama_server_task, "missing", lambda: None)
-    monkeypatch.setattr(llama_server_task, "version", lambda program: "9999")
+    monkeypatch.setattr(llama_cpp, "serve", serve)
     found = clients.run(Options(tasks=("natural", "pattern_match"), peers=("llama.cpp",), repeats=2))
     encode = Tokenizer.from_path(tiny_checkpoint.tokenizer_path).encode
-    prompts = [tuple(encode(f"the same beginning {text}", add_special_tokens=False)) for text in "ab"]
-    assert asked == [(1, prompts), (8, prompts)] * 2
+    prompts = [encode(f"the same beginning {text}", add_special_tokens=False) for text in "ab"]
+    assert asked == [(1, prompts), (8, prompts)] * 2, "sides are measured in alternation"
     (part,) = found["tasks"]
     assert (part["name"], part["peer"], part["versions"]["llama.cpp"]) == ("natural", "llama.cpp", "9999")
     assert found["ratios"]["natural_against_llama_cpp"] == 0.5 and part["settings"]["slots"] == [1, 8]
@@ -327,10 +268,24 @@ def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(monkeypatch,
     json.dumps(found, allow_nan=False)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12))
-def test_nodes_of_the_trie(prompts):
-    nodes = {tuple(ids[:end]) for ids in prompts for end in range(1, len(ids) + 1)}
-    assert clients.prompt_tokens([RECORD], prompts)["nodes"] == len(nodes)
+def test_a_call_runs_the_chosen_peers_alone(without_processes, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "serve", lambda *arguments: PeerRun(40.0, 1.0, ["a", "x"]))
+    found = clients.run(Options(tasks=("natural",), peers=("llama.cpp",), repeats=1))
+    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("natural", "llama.cpp")]
+    assert without_processes == [None, None]
+    found = clients.run(Options(tasks=("natural",), peers=("huggingface",), repeats=1, earlier=found))
+    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("natural", "llama.cpp"), ("natural", "huggingface")]
+    assert without_processes[2:] == [None, None, 1, 4]
+    assert found["tasks"][1]["settings"]["threads"] == [1, 4]
+    assert found["ratios"]["natural_against_llama_cpp"] == 4.0
+    monkeypatch.setattr(llama_cpp, "serve", lambda *arguments: PeerRun(30.0, 1.0, ["a", "x"]))
+    found = clients.run(Options(tasks=("natural",), peers=("llama.cpp",), repeats=1, earlier=found))
+    assert len(found["tasks"]) == 2 and found["ratios"]["natural_against_llama_cpp"] == 3.0, "measured again: replaced"
+    for options in (Options(quick=True, tasks=("natural",), earlier=found), Options(entry="a:b=c", earlier=found)):
+        with pytest.raises(UsageError, match="add nothing to it"):
+            clients.run(options)
+    with pytest.raises(UsageError, match="no chosen task is compared|not compared with llama.cpp"):
+        clients.run(Options(tasks=("pattern_match",), peers=("llama.cpp",), repeats=1))
 
 
 def test_a_task_without_its_data_is_left_out_with_a_note(monkeypatch, tmp_path):
@@ -343,17 +298,6 @@ def test_a_task_without_its_data_is_left_out_with_a_note(monkeypatch, tmp_path):
     assert [task.name for task in clients._tasks(Options())[0]] == ["mmlu", "natural", "pattern_match", "long_answers"]
     (task,) = clients._tasks(Options(entry="a:b=c"))[0]
     assert (task.name, task.entries, task.instances) == ("a", ("a:b=c",), 50)
-
-
-@pytest.mark.slow
-def test_padded_batches_run_alone(tiny_checkpoint, tmp_path):
-    from flexgen_helm.benchmarks.padded_task import padded
-
-    export(tiny_checkpoint, tmp_path / "model")
-    requests = [{"prompt": "the quick brown fox " * (1 + i % 3), "max_tokens": 1} for i in range(5)]
-    assert padded(tmp_path / "model", requests, 2) > 0
-    with pytest.raises(FlexgenError, match="padded_batches ended with 1"):
-        padded(tmp_path / "nothing", requests, 2)
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
@@ -381,32 +325,14 @@ def test_known_benchmarks_exist_and_others_do_not():
         load("os")
 
 
-def test_engine_flags_are_refused_where_they_would_be_ignored():
-    with pytest.raises(UsageError, match="device"):
-        clients.run(Options(engine={"device": "cpu"}))
-
-
-def test_summary():
-    assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3}
-
-
-def test_the_command_writes_and_shows_the_result(monkeypatch, capsys, tmp_path):
+def test_the_command_passes_options_on_and_writes_the_result(monkeypatch, tmp_path):
     from flexgen_helm import cli
 
     seen = []
-
-    def run(options):
-        seen.append(options)
-        row = {"label": "ours", **summary([1.0, 2.0])}
-        return {"name": "clients", "rows": [row], "ratios": {"end_to_end": 1.5}, "notes": ["[bold] is text here"]}
-
-    monkeypatch.setattr(clients, "run", run)
+    result = {"name": "clients", "rows": [{"label": "ours", **summary([1.0, 2.0])}], "ratios": {"end_to_end": 1.5}}
+    monkeypatch.setattr(clients, "run", lambda options: seen.append(options) or {**result, "notes": []})
     out = tmp_path / "result.json"
     assert cli.main(["bench", "clients", "-m", "7", "--repeats", "2", "-o", str(out)]) == 0
     assert (seen[0].instances, seen[0].repeats, seen[0].quick) == (7, 2, False)
     assert json.loads(out.read_text())["ratios"] == {"end_to_end": 1.5}
-    shown = capsys.readouterr().out
-    assert "end to end: 1.50x" in shown and "[bold] is text here" in shown
-    assert cli.main(["bench", "clients", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "clients"
     assert cli.main(["bench", "clients", "-o", str(tmp_path / "missing" / "x.json")]) == 2

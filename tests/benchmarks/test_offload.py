@@ -6,33 +6,35 @@ import json
 import subprocess
 import sys
 from math import prod
+from unittest.mock import MagicMock
 
 import pytest
 
+from flexgen_helm import cli
 from flexgen_helm.benchmarks import (
+    KNOWN,
     Options,
     ablation,
     accelerate_task,
-    kernels,
+    engine_task,
+    load,
     memory_group,
     offload,
     packed,
     peers,
     process,
-    roofline,
 )
 from flexgen_helm.benchmarks.common import ProcessKilled
 from flexgen_helm.benchmarks.engine_task import prompts, run_engine
 from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
-from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.policy import Policy
 from tests.helpers.paths import ROOT
-
-SHAPES = Shapes(batch_rows=3, batches=2, prefill_rows=2, prompt=5, output=4)
 
 
 def opt_350m():
@@ -53,70 +55,43 @@ def record(latency, prefill, decode, rows=6, read=0, wait=0.0):
         "resident_bytes": 1,
         "group_peak_bytes": 2,
         "hardware": {"device": "cpu"},
+        "roofline_s": 8.0,
     }
 
 
 def test_break_even():
     # 160 Gflop/s and 0.8 GB/s: a parameter of 2 bytes arrives in 2.5 ns, in which 400 operations are 200 rows' work.
-    assert roofline.break_even_rows(160e9, 2, 0.8e9) == pytest.approx(200)
+    assert offload.break_even_rows(160e9, 2, 0.8e9) == pytest.approx(200)
 
 
-def test_the_bound_of_a_pass_is_the_larger_of_compute_and_reading():
-    compute = {"prefill": 10.0, "decode": 6.0}
-    # 3 decode passes (the first of 4 tokens comes with the prompts), each reading 4 GB at 1 GB/s
-    assert roofline.bound_seconds(SHAPES, compute, 4 * 10**9, 1e9) == {"prefill": 10.0, "decode": 12.0, "total": 22.0}
-    assert roofline.bound_seconds(SHAPES, compute, 0, 1e9) == {"prefill": 10.0, "decode": 6.0, "total": 16.0}
-
-
-def test_compute_seconds_of_a_block():
-    operations = {
-        "prefill_products": 1.0,
-        "prefill_attention": 0.1,
-        "decode_products": 0.5,
-        "decode_attention": 0.01,
-        "head": 2.0,
-    }
-    compute = roofline.block_seconds(SHAPES, operations, layers=7)
-    # 6 sequences: 3 batches of prompts, 2 of decoding, 1 cache block; the head once per batch and pass
-    assert compute["prefill"] == pytest.approx(3 * 7 * 1.0 + 6 * 7 * 0.1 + 2 * 2.0)
-    assert compute["decode"] == pytest.approx(3 * (2 * 7 * 0.5 + 1 * 7 * 0.01 + 2 * 2.0))
-
-
-def test_a_layers_products_are_all_its_matrices():
-    config = opt_350m()
-    layer = sum(prod(shape) for shape in roofline.layer_matrices(config))
-    assert 2 * layer * config.num_layers == config.linear_flops_per_token
-    assert 2 * sum(prod(shape) for shape in roofline.head_matrices(config)) == config.head_flops_per_token
-
-
-@pytest.mark.parametrize("rows", [8, 64, 352])
+@pytest.mark.parametrize("rows", [8, 352])
 def test_the_offloaded_setting_keeps_its_limit(rows):
     config = opt_350m()
-    shapes = Shapes(rows // 2, 2, 1, 64, 32)
-    setting = offload_setting(config, shapes, 0.25)
+    limit, policy = offload_setting(config, rows, 64, 32, share=0.25, batches=2)
     weights = 2 * sum(prod(shape) for shape in tensor_shapes(config).values())
     cache = rows * 95 * config.num_layers * 2 * config.hidden_size * 4
-    assert setting.limit == int(0.25 * weights) + cache and setting.weights == weights
-    assert setting.policy.block_size == rows and setting.policy.cc == 1.0
-    assert 0.75 * weights < setting.streamed_bytes <= weights
+    assert limit == int(0.25 * weights) + cache
+    assert policy.block_size == rows and policy.cc == 1.0 and policy.wc < 0.25
 
 
 def test_the_whole_block_runs_at_once(tiny, tmp_path, small_ring):
     """The limit has room for every sequence's cache: one pass of prompts, and one for each further token."""
     model = tiny("opt")
     config = open_checkpoint(model.path, weights="dummy").config
-    setting = offload_setting(config, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
+    # 2.4: a ring of whole pages for tiny matrices.
+    limit, policy = offload_setting(config, 40, 4, 12, share=2.4, batches=2)
     found = run_engine(
         model=str(model.path),
-        engine={"policy": policy_text(setting.policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
-        limits={"cpu": setting.limit},
+        engine={"policy": policy_text(policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
+        limits={"cpu": limit},
         rows=40,
         prompt=4,
         output=12,
     )
-    assert found["peak_bytes"]["cpu"] <= setting.limit and found["output_tokens"] == 480
-    # Each weight once a pass, in 12 passes; the rest are rows of tables, which are gathered.
-    assert 12 <= found["bytes"]["disk_to_cpu"]["weights"] / setting.streamed_bytes < 18
+    assert found["peak_bytes"]["cpu"] <= limit and found["output_tokens"] == 480
+    # Each weight on the disk once a pass, in 12 passes; the rest are rows of tables, which are gathered.
+    streamed = sum(StorageSizes(config).matrices.values()) * found["achieved_placement"]["weights"]["disk"]
+    assert found["bytes"]["disk_to_cpu"]["weights"] / streamed < 18
 
 
 def test_prompts_share_no_prefix():
@@ -131,12 +106,9 @@ def assemble(peer_records, notes=()):
         offload.OFFLOADED: [record(20.0, 8.0, 10.0, read=3 * 10**9, wait=2.0)],
         offload.ROW_BY_ROW: [record(44.0, 8.0, 30.0)],
     }
-    bounds = {label: {"prefill": 4.0, "decode": 5.0, "total": 9.0} for label in found}
-    setting = offload_setting(opt_350m(), Shapes(3, 2, 2, 64, 32), 0.25)
+    block = offload.Block(6, 3, 2, 5, 4, 100.0, 10**9, "3x2")
     rates = {"product_flops": 1e11, "disk_bytes_s": 1e9}
-    workload = offload.Workload(peer_rows=(4, 16))
-    bound = offload.Bound(rates, 100.0, {}, bounds)
-    return offload.assemble(workload, SHAPES, setting, bound, found, peer_records, notes)
+    return offload.assemble(offload.Workload(peer_rows=(4, 16)), block, rates, found, peer_records, notes)
 
 
 def test_the_result_has_the_format_of_benchmarks():
@@ -148,10 +120,11 @@ def test_the_result_has_the_format_of_benchmarks():
     assert rows["offloaded"]["tokens_per_s"] == 24 / 20 and rows["offloaded"]["wait_s"] == 2.0
     assert rows["offloaded: prefill"]["tokens_per_s"] == 30 / 8
     assert rows["offloaded: decode"]["tokens_per_s"] == 18 / 10, "the first token of a row comes with its prompt"
-    assert rows["offloaded"]["of_bound"] == 9 / 18 and rows["offloaded: decode"]["of_bound"] == 5 / 10
     ratios = found["ratios"]
     assert ratios["offloaded_to_in_memory"] == 11 / 20 and ratios["offloaded_to_in_memory_decode"] == 5 / 10
     assert ratios["zigzag_to_row_by_row"] == 44 / 20
+    # 8 s of operations are longer than 3 GB from a disk of 1 GB/s.
+    assert ratios["roofline_fraction"] == 8 / 20
     assert not any("accelerate" in name for name in ratios) and "SKIPPED, Accelerate: not here" in found["notes"]
     json.dumps(found, allow_nan=False)
 
@@ -166,22 +139,17 @@ def test_each_side_is_compared_at_its_best():
     assert "accelerate_at_batch_4" not in peers.ratios({"ours": {}, "accelerate": theirs}, 4)
 
 
-def test_without_a_memory_group_the_comparison_is_skipped_with_a_note(monkeypatch, tmp_path):
+@pytest.mark.parametrize("is_installed, reason", [(True, "no memory controller here"), (False, "not installed")])
+def test_without_accelerate_or_a_memory_group_the_comparison_is_skipped(monkeypatch, tmp_path, is_installed, reason):
     def refuse(limit):
         raise memory_group.GroupUnavailable("no memory controller here")
 
-    monkeypatch.setattr(peers, "MemoryGroup", refuse)
-    monkeypatch.setattr(accelerate_task, "missing", lambda: None)
+    monkeypatch.setattr(peers, "MemoryGroup", refuse if is_installed else MagicMock())
+    monkeypatch.setattr(accelerate_task, "find_spec", lambda package: is_installed or None)
     messages = []
     records, notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, messages.append)
     assert records == {"ours": {}, "accelerate": {}}
-    assert notes == messages == ["SKIPPED, Accelerate: no memory controller here"]
-
-
-def test_without_accelerate_the_comparison_is_skipped_with_a_note(monkeypatch, tmp_path):
-    monkeypatch.setattr(accelerate_task, "find_spec", lambda package: None)
-    notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, lambda line: None)[1]
-    assert len(notes) == 1 and "not installed: accelerate" in notes[0]
+    assert notes == messages and notes[0].startswith("SKIPPED, Accelerate") and reason in notes[0]
 
 
 def files(tmp_path, mounts, own):
@@ -235,22 +203,29 @@ def test_a_measurement_runs_in_its_own_process(monkeypatch):
         process.in_own_process(disappear, {})
 
 
-def test_engine_flags_that_would_change_the_workload_are_refused():
-    for module in (offload, ablation):
-        with pytest.raises(UsageError, match="device"):
-            module.run(Options(engine={"device": "cpu"}))
+@pytest.mark.parametrize("name", KNOWN)
+def test_engine_flags_that_would_be_ignored_or_change_the_workload_are_refused(name):
+    with pytest.raises(UsageError, match="device|engine"):
+        load(name)(Options(engine={"device": "cpu"}))
 
 
 @pytest.mark.slow
-def test_kernels_measures_every_implementation():
-    result = kernels.run(Options(quick=True, repeats=1))
-    json.dumps(result, allow_nan=False)
-    labels = [row["label"] for row in result["rows"]]
-    assert sum("plain torch" in label for label in labels) == 2 == sum("compiled loop" in label for label in labels)
-    assert sum(label.startswith("product 8 tokens") for label in labels) == 3
-    assert all(row["median"] > 0 for row in result["rows"]) and "packed_overhead_8_tokens" in result["ratios"]
-    with pytest.raises(UsageError, match="device"):
-        kernels.run(Options(engine={"device": "cpu"}))
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["offload", "ablation", "policy", "kernels"])
+def test_the_quick_command_measures_every_side(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    flags = [] if name == "kernels" else ["--offload-dir", str(tmp_path)]
+    assert cli.main(["bench", name, "--quick", "--json", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["name"] == name and result["date"] and result["notes"]
+    assert all({"label", "median", "min", "max", "n"} <= row.keys() and row["median"] > 0 for row in result["rows"])
+    expected = {
+        "offload": {"offloaded_to_in_memory", "zigzag_to_row_by_row", "roofline_fraction", "packed_link"},
+        "ablation": {"no_overlap", "no_cpu_attention", "half_on_the_disk"},
+        "policy": {"chosen_to_best_of_grid", "largest_error", "median_error"},
+        "kernels": {"loop_to_plain_4bit", "packed_overhead_8_tokens"},
+    }
+    assert expected[name] <= result["ratios"].keys() and all(ratio > 0 for ratio in result["ratios"].values())
 
 
 def in_this_process(function, arguments, group=None, environment=None):
@@ -258,7 +233,7 @@ def in_this_process(function, arguments, group=None, environment=None):
 
 
 def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
-    monkeypatch.setattr(offload, "in_own_process", in_this_process)
+    monkeypatch.setattr(engine_task, "in_own_process", in_this_process)
     monkeypatch.setattr(accelerate_task, "missing", lambda: "left out by the test")
     workload = offload.Workload(
         model=str(tiny("opt").path),
@@ -267,12 +242,11 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
         rows=5,
         row_batches=2,
         repeats=2,
-        disk_file=1 << 20,
         weights_share=1.6,
         packed=(),
     )
     messages = []
-    found = offload.measure(workload, tmp_path, messages.append)
+    found = offload.measure(workload, load_profile("laptop"), tmp_path, messages.append)
     rows = {row["label"]: row for row in found["rows"]}
     assert set(rows) == {
         f"{label}{phase}"
@@ -290,7 +264,7 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
 def test_both_precisions_get_the_same_limits_and_fill_them():
     config = resolve("opt-350m").entry.config
     for case in packed.CASES:
-        (plain, limits), (in_4_bits, same) = (packed.setting(config, side, case) for side in case.sides)
+        (plain, limits), (in_4_bits, same) = (packed.setting(config, side, case) for side in ("fp16", case.precision))
         assert limits == same
         shares = [Policy.parse(text) for text in (plain, in_4_bits)]
         near = [policy.wg if case.link_gb_s else policy.wc for policy in shares]
@@ -305,7 +279,7 @@ def test_four_bits_are_measured_against_fp16(tmp_path, monkeypatch):
         latency = next(seconds[arguments["engine"]["precision"]])
         return {"latency_s": latency, "output_tokens": 12, "time_s": {"wait": 0.0}, "bytes": {}}
 
-    monkeypatch.setattr(packed, "in_own_process", answer)
+    monkeypatch.setattr(engine_task, "in_own_process", answer)
     config = resolve("opt-350m").entry.config
     rows, ratios = packed.measure("opt-350m", config, tmp_path, 3, packed.CASES[:1], lambda line: None)
     assert [(row["label"], row["median"]) for row in rows] == [
@@ -316,19 +290,15 @@ def test_four_bits_are_measured_against_fp16(tmp_path, monkeypatch):
 
 
 def test_the_scaled_machine_keeps_the_papers_proportions():
-    paper, config = ablation.Paper(), resolve("opt-125m").entry.config
-    link, gpu = ablation.scaled_machine(config, paper, 50e9)
+    workload, config = ablation.Workload(), resolve("opt-125m").entry.config
+    scaled = ablation.scale(workload, config, 50e9)
+    link, (read, write) = scaled.link_gb_s, scaled.disk_gb_s
     assert link * 1e9 / 50e9 == pytest.approx(12.89 * 2**30 / 4.3e12)
-    assert gpu / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
-    read, write = ablation.scaled_disk(paper, 50e9)
+    assert scaled.gpu_bytes / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
     assert (read / link, write / read) == (pytest.approx(1.6e9 / (12.89 * 2**30)), pytest.approx(1.3 / 1.6))
-    workload = ablation.Workload()
-    prompt = ablation.scaled_prompt(config, workload, paper)
-    ours = (prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
+    ours = (scaled.prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
     theirs = (512 + 16) * 2 * 7168 * 2 / (12 * 7168**2 * 2)
     assert ours == pytest.approx(theirs, rel=0.05)
-    flops = ablation.decode_flops(config, 48, {"decode_products": 0.5})
-    assert flops == pytest.approx(48 * config.linear_flops_per_token / config.num_layers / 0.5)
 
 
 def test_ablation_has_each_ratio_with_the_papers():
@@ -336,7 +306,7 @@ def test_ablation_has_each_ratio_with_the_papers():
     found = {variant.label: [record(10.0, 1, 1)] for variant in variants}
     found["no overlap"] = [record(20.0, 1, 1), record(16.0, 1, 1), record(40.0, 1, 1)]
     scaled = ablation.Scaled(0.2, (0.02, 0.01), 1_000_000, 5e10, 20)
-    result = ablation.assemble(ablation.Workload(), variants, found, scaled)
+    result = ablation.assemble(ablation.Workload(), found, scaled)
     rows = {row["label"]: row for row in result["rows"]}
     assert rows["all techniques"]["ratio"] == rows["all techniques"]["paper"] == 1.0
     assert rows["no overlap"]["ratio"] == 0.5 == result["ratios"]["no_overlap"]
@@ -346,8 +316,8 @@ def test_ablation_has_each_ratio_with_the_papers():
 
 
 def test_ablation_runs_every_variant(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(ablation, "in_own_process", in_this_process)
-    monkeypatch.setattr(ablation, "scaled_machine", lambda *given: (1.0, 64 << 20))
+    monkeypatch.setattr(engine_task, "in_own_process", in_this_process)
+    monkeypatch.setattr(ablation, "GPU_BYTES", 1e14)
     workload = ablation.Workload(str(tiny("opt").path), 2, 2, prompt=6, output=3, repeats=1, decode_flops=1e12)
     found = ablation.measure(workload, tmp_path, Options())
     rows = {row["label"]: row for row in found["rows"]}

@@ -25,6 +25,7 @@ from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
+from flexgen_helm.checkpoint.hub import cached_snapshot
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import models as models_command
@@ -290,6 +291,16 @@ def test_complete_snapshot_works_offline(hub, revision):
     assert not (state_dir() / "hashes.json").exists(), "a commit is identity enough; nothing was hashed"
     again = open_checkpoint("org/repo").fingerprint
     assert checkpoint.fingerprint == again and len(again) == 64
+
+
+def test_what_others_downloaded_by_a_branch_is_its_commit(hub):
+    """Other complete snapshots do not stand in, whichever the folder lists first."""
+    snapshot = cache_snapshot(hub)
+    for number in range(6):
+        shutil.copytree(snapshot, snapshot.with_name(f"{number}" * 40), symlinks=True)
+    for revision in (None, "main", COMMIT):
+        assert cached_snapshot("org/repo", revision) == snapshot
+    assert cached_snapshot("org/repo", "v2") is None
 
 
 def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, monkeypatch):

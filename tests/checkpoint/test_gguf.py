@@ -222,6 +222,18 @@ def test_a_model_in_parts_is_read_whole(llama, tmp_path):
         open_checkpoint(parts[0])
 
 
+@pytest.mark.parametrize("name", ["split.no", "split.count"])
+def test_a_part_that_has_no_number_is_refused(llama, tmp_path, name):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_string(name, "0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="is damaged: it is part"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
 def test_unknown_architecture_and_foreign_files(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))

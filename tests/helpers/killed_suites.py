@@ -74,6 +74,20 @@ class Outcome:
     output: str
 
 
+def pickled_model(folder: Path) -> Path:
+    """Save a model that must be converted; HELM's prompts have hundreds of tokens in its tokenizer."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+    save_random(folder, llama_config(max_position_embeddings=2000), seed=1)
+    save_tokenizer(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
 class Suites:
     """The forking process, and orders to it. A context manager. library: of failing_calls.c, compiled."""
 

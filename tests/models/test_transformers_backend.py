@@ -14,6 +14,7 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
+from flexgen_helm.models.config import HEAD_MATRIX, tensor_shapes
 from flexgen_helm.models.transformers_backend import empty_model
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from tests.helpers.backend_models import (
@@ -271,6 +272,14 @@ def test_a_class_with_attention_of_its_own_is_refused_by_name(tmp_path):
     transformers.MptForCausalLM._from_config(tiny_config("MptForCausalLM")).half().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedArchitectureError, match="MptForCausalLM computes attention in its own code"):
         Engine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["BioGptForCausalLM", "ModernBertDecoderForCausalLM"])
+def test_a_tied_head_is_known_by_its_own_name(name):
+    config = tiny_config(name)
+    config.tie_word_embeddings = True
+    read = architecture_of_config(content := config.to_dict() | {"architectures": [name]}).read_config(content)
+    assert read.tied_head and HEAD_MATRIX not in tensor_shapes(read)
 
 
 def test_ninety_architectures_are_covered():

@@ -1,7 +1,7 @@
 """llama.cpp's server as a peer of `bench clients`: the same GGUF file, and the same prompts as token ids over HTTP.
 
-It is `llama-server` in PATH, one of llama.cpp's programs, or the one in the wheel `xllamacpp`. It keeps each slot's
-last prompt, so that a prompt that begins in the same way is computed from where it differs.
+It is `llama-server` in PATH, one of llama.cpp's programs. It keeps each slot's last prompt, so that a prompt that
+begins in the same way is computed from where it differs.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
+from statistics import median
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks import llama_server
+from flexgen_helm.benchmarks import summary
 from flexgen_helm.benchmarks.common import log_tail
-from flexgen_helm.benchmarks.llama_cpp_task import version
-from flexgen_helm.benchmarks.llama_server import MODULE
-from flexgen_helm.benchmarks.peer_runs import Peer, PeerRun
+from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.report.throughput import versions
 
 PROGRAM = "llama-server"
 # Requests that it computes at a time; the better one counts.
@@ -35,34 +34,33 @@ SLOTS = (1, 8)
 _START_S, _ANSWER_S, _END_S = 120.0, 3600.0, 10.0
 
 
+@dataclass(frozen=True)
+class PeerRun:
+    """seconds: of the whole process. ready_s: until the model was loaded. texts: completions, in order."""
+
+    seconds: float
+    ready_s: float
+    texts: Sequence[str]
+    flags: Sequence[str] = ()
+
+
 def missing() -> str | None:
-    """Say why this peer cannot be measured here; None if it can."""
-    if program():
-        return None
-    return f"{PROGRAM} is not in PATH; install llama.cpp, which brings it, or `pip install {MODULE}`"
+    """Say why the server cannot be measured here; None if it can."""
+    return None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
 
 
-def program() -> list[str]:
-    """Return the command of the server, without its flags; empty where there is none."""
-    if which(PROGRAM):
-        return [PROGRAM]
-    return [sys.executable, "-m", llama_server.__name__] if find_spec(MODULE) else []
+def version() -> str:
+    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)
+    return (done.stderr + done.stdout).partition("\n")[0].removeprefix("version: ")
 
 
 def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say which of HELM's requests the server cannot answer, or not so that answers can be compared; None if none."""
+    """Say which of HELM's requests it cannot answer, or not so that answers can be compared; None if none."""
     if any(request["echo_prompt"] or not request["max_tokens"] for request in requests):
         return "llama.cpp's server gives no log-probabilities of a prompt"
     if any(request["temperature"] or request["num_completions"] != 1 for request in requests):
         return "only greedy requests for one completion are compared with llama.cpp's server"
     return None
-
-
-def flags(slots: int, tokens: int) -> list[str]:
-    """Return the server's flags; tokens: the longest prompt with its answer."""
-    threads = psutil.cpu_count(logical=False) or 1
-    room = 256 * (tokens // 256 + 1)
-    return ["-np", str(slots), "-c", str(slots * room), "-t", str(threads)]
 
 
 def serve(
@@ -73,18 +71,19 @@ def serve(
     Raises `FlexgenError` with the end of the server's log if it ends, or answers with an error.
     """
     tokens = max(len(ids) + request["max_tokens"] for ids, request in zip(prompts, requests))
+    threads, room = psutil.cpu_count(logical=False) or 1, 256 * (tokens // 256 + 1)
+    flags = ["-np", str(slots), "-c", str(slots * room), "-t", str(threads)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    chosen = flags(slots, tokens)
-    command = [*program(), "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *chosen]
+    started = [PROGRAM, "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *flags]
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
+    with log.open("wb") as output, subprocess.Popen(started, stdout=output, stderr=output) as server:
         try:
             _wait_until_ready(server, url)
             ready_s = time.perf_counter() - began
             with ThreadPoolExecutor(2 * slots) as pool:  # a slot never waits for this program
                 texts = list(pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests))
-            return PeerRun(time.perf_counter() - began, ready_s, texts, chosen)
+            return PeerRun(time.perf_counter() - began, ready_s, texts, flags)
         except (OSError, KeyError, ValueError) as error:
             raise FlexgenError(f"{PROGRAM} failed ({error}):\n{log_tail(log)}") from error
         finally:
@@ -93,10 +92,6 @@ def serve(
                 server.wait(_END_S)
             except subprocess.TimeoutExpired:
                 server.kill()
-
-
-def peer() -> Peer:
-    return Peer("llama_cpp", "llama.cpp's server", {"llama.cpp": version(program())})
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
@@ -121,3 +116,39 @@ def _complete(url: str, ids: Sequence[int], request: Mapping[str, Any]) -> str:
     sent = Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(sent, timeout=_ANSWER_S) as answer:
         return str(json.loads(answer.read())["content"])
+
+
+def compare(
+    task: str, ours: HelmRun, our_row: Mapping[str, Any], runs: Mapping[int, Sequence[PeerRun]]
+) -> dict[str, Any]:
+    """Return rows, ratios, equal completions, versions and notes of a comparison with the better number of slots.
+
+    Its seconds are those of the server alone: HELM's own start-up and metrics, which ours have, are not in them.
+    ours: our typical run. our_row: of the result. runs: by slots.
+    """
+    rows = {
+        slots: {
+            "label": f"{task}: llama.cpp's server, {slots} slots",
+            **summary([run.seconds for run in repeats]),
+            "ready_s": median(run.ready_s for run in repeats),
+            "seconds": [run.seconds for run in repeats],
+            "flags": list(repeats[-1].flags),
+        }
+        for slots, repeats in runs.items()
+    }
+    best = min(rows, key=lambda slots: float(rows[slots]["median"]))
+    after = median(run.seconds - run.ready_s for run in runs[best])
+    equal = sum(a == b for a, b in zip(ours.texts, runs[best][-1].texts, strict=True))
+    return {
+        "rows": list(rows.values()),
+        "ratios": {
+            "against_llama_cpp": rows[best]["median"] / our_row["median"],
+            "against_llama_cpp_after_start_up": after / (ours.seconds - ours.ready_s),
+        },
+        "scores": {"equal_completions": equal, "completions": len(ours.texts)},
+        "versions": {**versions(), "llama.cpp": version()},
+        "notes": [
+            f"{our_row['label']} against llama.cpp's server with {best} slots, which runs without HELM; "
+            f"{equal} of {len(ours.texts)} completions equal"
+        ],
+    }
