@@ -13,6 +13,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.config import HEAD_MATRIX, tensor_shapes
 from flexgen_helm.models.transformers_backend import empty_model
