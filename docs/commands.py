@@ -12,19 +12,19 @@ import typer
 from flexgen_helm.cli.app import app
 
 PAGE = Path(__file__).resolve().parent / "reference" / "commands.md"
-ENGINE_PANEL = "Engine"
+SHARED_PANELS = ("Prompts", "Engine")  # described once, at the end
 HEAD = """# Commands
 
 <!-- Made from the command line by `make pages`; edit the help texts in flexgen_helm/cli instead. -->
 
 `flexgen-helm` writes data to stdout, and progress and errors to stderr. The exit code is 0 for done, 1 for failed,
-2 for wrong usage or refused, and 130 for interrupted. Engine options are the same for every command that runs or
-plans an engine; they are listed [at the end](#engine-options).
+2 for wrong usage or refused, and 130 for interrupted. Engine options are the same for every command that runs or plans
+an engine; they are listed [at the end](#engine-options), as are those of prompts.
 
 `flexgen-helm --install-completion` lets the shell complete commands, options, and names of models, precisions,
 schedules, devices, and machines.
 """
-ENGINE_HEAD = """## Engine options
+SHARED_HEAD = """## {title} options
 
 {commands} accept these options.
 [`Engine.from_pretrained`](python.md) and a deployment's `args` take the same settings.
@@ -34,37 +34,53 @@ ENGINE_HEAD = """## Engine options
 def page() -> str:
     """The page's markdown."""
     root: Any = typer.main.get_command(app)
-    sections, engine_options, with_engine = [], {}, []
-    for name, command in root.commands.items():
-        own = [param for param in command.params if param.rich_help_panel != ENGINE_PANEL and param.name != "help"]
-        shared = [param for param in command.params if param.rich_help_panel == ENGINE_PANEL]
-        if shared:
-            with_engine.append(f"`{name}`")
-            engine_options = {param.name: param for param in shared}
-        sections.append(_section(name, command, own, bool(shared)))
-    last = " and ".join([", ".join(with_engine[:-1]), with_engine[-1]])
-    engine = ENGINE_HEAD.format(commands=last) + "\n" + _options(engine_options.values())
-    return "\n".join([HEAD, *sections, engine])
+    shared = {panel: _shared(root, panel) for panel in SHARED_PANELS}
+    sections = [_section(name, command, shared) for name, command in root.commands.items()]
+    for panel, options in shared.items():
+        commands = [f"`{name}`" for name, command in root.commands.items() if _of_panel(command, panel)]
+        head = SHARED_HEAD.format(title=_title(panel), commands=f"{', '.join(commands[:-1])} and {commands[-1]}")
+        sections.append(f"{head}\n{_options(options.values())}")
+    return "\n".join([HEAD, *sections])
 
 
-def _section(name: str, command: Any, params: list[Any], has_engine_options: bool) -> str:
+def _title(panel: str) -> str:
+    return panel.removesuffix("s")
+
+
+def _of_panel(command: Any, panel: str) -> dict[str, Any]:
+    return {param.name: param for param in command.params if param.rich_help_panel == panel}
+
+
+def _shared(root: Any, panel: str) -> dict[str, Any]:
+    """All options of the panel, of whichever command."""
+    return {name: param for command in root.commands.values() for name, param in _of_panel(command, panel).items()}
+
+
+def _section(name: str, command: Any, shared: dict[str, dict[str, Any]]) -> str:
+    params = [param for param in command.params if param.rich_help_panel not in shared and param.name != "help"]
     arguments = [param for param in params if _is_argument(param)]
     words = [f"flexgen-helm {name}", *(_word(param) for param in arguments), "[OPTIONS]"]
     if command.context_settings.get("allow_extra_args"):
         words.append(f"[OPTIONS OF {'HELM-RUN' if name == 'run' else 'THE HARNESS'}]")
     parts = [f"## {name}\n", f"```text\n{' '.join(words)}\n```\n", f"{_help_text(command.help)}\n"]
-    panels = dict.fromkeys(param.rich_help_panel for param in params)
-    for panel in panels:
+    for panel in dict.fromkeys(param.rich_help_panel for param in params):
         parts += [f"Options of {panel}:\n"] if panel else []
         parts.append(_options(param for param in params if param.rich_help_panel == panel))
-    if has_engine_options:
-        parts.append("It also accepts the [engine options](#engine-options).\n")
-    return "\n".join(parts)
+    links = [_link(command, panel, options) for panel, options in shared.items() if _of_panel(command, panel)]
+    return "\n".join([*parts, f"It also accepts the {' and the '.join(links)}.\n"] if links else parts)
+
+
+def _link(command: Any, panel: str, options: dict[str, Any]) -> str:
+    title = _title(panel)
+    absent = [f"`{options[name].opts[0]}`" for name in options if name not in _of_panel(command, panel)]
+    without = f" (without {', '.join(absent)})" if absent else ""
+    return f"[{title.lower()} options](#{title.lower()}-options){without}"
 
 
 def _help_text(text: str) -> str:
     """Paragraphs of a docstring; an example and indented lines become code blocks."""
-    return "\n\n".join(map(_paragraph, inspect.cleandoc(text).split("\n\n")))
+    paragraphs = inspect.cleandoc(text).replace("\n\n  ", "\n  ").split("\n\n")  # an example's lines stay together
+    return "\n\n".join(map(_paragraph, paragraphs))
 
 
 def _paragraph(text: str) -> str:

@@ -134,7 +134,14 @@ _layers = _reader(
 )
 _integer = _reader(lambda value: int(str(value)), "must be an integer")
 _flag = _reader(_as_given, "must be true or false", lambda value: isinstance(value, bool))
-_text = _reader(_as_given, "must be a text", str.strip)
+_text = _reader(_as_given, "must be a text that is not empty", str.strip)
+_path = _reader(os.fspath, "must be the path of a folder", lambda path: path)
+_budget = _reader(lambda value: int(str(value)), "must be an integer, 0 or more", lambda tokens: tokens >= 0)
+_seconds = _reader(
+    lambda value: float(str(value)),
+    "must be a number of seconds, more than 0",
+    lambda seconds: 0 < seconds < float("inf"),
+)
 _device = _reader(_as_given, "is not known; take auto, cpu, cuda[:i] or sim", _DEVICE.fullmatch)
 _template_choice = _reader(
     lambda value: {"auto": "auto", "true": True, "false": False}[str(value).lower()],
@@ -147,23 +154,7 @@ _template_kwargs = _reader(  # what a template can be given
 )
 
 
-def _budget(value: str | int) -> int:
-    tokens: int = _integer(value)
-    if tokens < 0:
-        raise ValueError("must be 0 or more")
-    return tokens
-
-
-def _seconds(value: str | float) -> float:
-    seconds: float = _reader(float, "must be a number of seconds")(value)
-    if not seconds > 0:
-        raise UsageError(f"max_latency is {seconds:g} s; it must be more than 0")
-    return seconds
-
-
-def option(
-    default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any] = os.fspath, is_hashed: bool = True
-) -> Any:
+def option(default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any], is_hashed: bool = True) -> Any:
     """Declare a field of `EngineConfig`.
 
     parse: turns text, a value of YAML or a Python value into the field's value. It raises ValueError with the
@@ -181,7 +172,7 @@ class EngineConfig:
     Raises `UsageError`.
     """
 
-    revision: str | None = option(None, "Branch, tag, or commit of the hub's repository.")
+    revision: str | None = option(None, "Branch, tag, or commit of the hub's repository.", parse=_text)
     precision: Precision | str | None = option(
         None,
         f"Format of weights and KV cache: {listed(PRECISIONS)} (-s: sparse attention; paper: FlexGen's own format). "
@@ -221,6 +212,7 @@ class EngineConfig:
         None,
         "Folder for what does not fit into memory, best on a fast local disk. Default: offload in FLEXGEN_HELM_HOME.",
         Flag("--offload-dir", "DIR"),
+        parse=_path,
     )
     device: str = option(
         "auto",

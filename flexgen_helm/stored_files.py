@@ -21,7 +21,10 @@ import psutil
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.locks import InUseError, locked, path_key
 
-Kind = Literal["answers", "conversion", "model", "offloaded weights", "rest of a dead run", "rest of a dead conversion"]
+Kind = Literal[
+    "answers", "conversion", "model", "offloaded weights",
+    "rest of a dead run", "rest of a dead conversion", "rest of a removal",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> list[StoredItem
         for file in files:
             with suppress(OSError):  # it goes away meanwhile
                 status = file.stat()
-                used, num_bytes = max(used, status.st_atime, status.st_mtime), num_bytes + status.st_blocks * 512
+                accessed, num_bytes = status.st_atime, num_bytes + status.st_blocks * 512
+                used = max(used, accessed, status.st_mtime)
         name = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
         in_use = any(_is_inside(file, path) for file in open_files) or not _can_be_locked(path, kind, home)
         model = _model(path) if kind == "answers" else ""
-        if path.is_file():  # a look at its lock is no use
+        if path.is_file() and used:  # opening it for its lock is no use of it
             with suppress(OSError):
-                os.utime(path, (status.st_atime, status.st_mtime))
+                os.utime(path, (accessed, path.stat().st_mtime))
         items.append(StoredItem(name, path, kind, num_bytes, used, in_use, model))
     return sorted(items, key=lambda item: (-item.num_bytes, item.name))
 
@@ -112,6 +116,9 @@ def _candidates(home: Path, offload: Path) -> Iterator[tuple[Path, Kind]]:
             is_rest = path.name.startswith(".")
             if not path.is_symlink() and (kind == "conversion" or not is_rest):
                 yield path, "rest of a dead conversion" if is_rest else kind
+    for folder in (home / "models", offload):
+        for path in folder.glob(".*.removed"):
+            yield path, "rest of a removal"
     for path in offload.glob("run-*"):
         if path.is_dir() and _can_be_locked(path, "rest of a dead run", home):
             yield path, "rest of a dead run"

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Here and in the processes that tests start: threads of tiny products wait for each other where others compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with suppress(ImportError):  # a GPU machine may lack it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("tests", deadline=None, suppress_health_check=list(HealthCheck))
+    settings.load_profile("tests")
 
 # Whole programs and the other longest files begin first: at the end one worker would wait for them.
 _LONGEST = (

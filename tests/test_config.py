@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 
 import pytest
 
@@ -88,7 +89,13 @@ def test_a_precision_may_be_a_record_of_formats():
         ({"weights": "random"}, "take pretrained or dummy"),
         ({"seed": 1.5}, "seed 1.5 must be an integer"),
         ({"max_latency": "soon"}, "max_latency 'soon' must be a number of seconds"),
-        ({"max_latency": 0}, "must be more than 0"),
+        ({"max_latency": 0}, "seconds, more than 0"),
+        ({"max_latency": math.inf}, "seconds, more than 0"),
+        ({"max_latency": True}, "seconds, more than 0"),
+        ({"offload_dir": ""}, "offload_dir '' must be the path of a folder"),
+        ({"revision": 123456}, "revision 123456 must be a text"),
+        ({"system_prompt": " "}, "a text that is not empty"),
+        ({"thinking_budget": -1}, "must be an integer, 0 or more"),
         ({"max_latency": 1, "policy": Policy(1, 1)}, "leave it or the policy out"),
     ],
 )

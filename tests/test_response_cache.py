@@ -48,7 +48,7 @@ results = st.builds(
 SOME = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(results)
 def test_round_trip_is_exact(result: GenerationResult) -> None:
     assert decode_result(encode_result(result)) == result

@@ -112,25 +112,20 @@ def with_arguments(name: str) -> str:
 
 
 @pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
-def test_shipped_files_are_read_as_helm_reads_them(conf: Path) -> None:
-    entries = [entry.description for entry in read_run_entries([str(conf)]).entries]
-    assert read_conf(conf) == entries and entries
-    check_entries(entries, [])
-
-
-@pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
 def test_helm_makes_a_run_of_every_shipped_entry(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline; LegalBench's run specs need a file, which the test writes."""
+    """Files are read as HELM reads them. Offline; LegalBench's run specs need a file, which the test writes."""
     monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path))
     write_legalbench_settings(tmp_path)
-    runs = {}
-    for entry in read_conf(conf):
+    entries, runs = [entry.description for entry in read_run_entries([str(conf)]).entries], {}
+    assert read_conf(conf) == entries and entries
+    check_entries(entries, [])
+    for entry in entries:
         (spec,) = construct_run_specs(parse_object_spec(entry))
         assert spec.adapter_spec.model == spec.adapter_spec.model_deployment == f"flexgen/{WHEEL_MODEL}"
         assert "follow_format_instructions" not in entry or "critical to follow" in spec.adapter_spec.global_suffix
         assert not {annotator.class_name for annotator in spec.annotators or []}, f"{entry} needs a judge"
         runs[spec.name] = entry
-    assert len(runs) == len(read_conf(conf))  # no two in one folder
+    assert len(runs) == len(entries)  # no two in one folder
 
 
 def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from flexgen_helm.benchmarks.paper.rows import Sources
 
 # Benchmarks whose stored results are in the tables.
 _MEASURED = ("ablation", "clients", "precisions")
+_MOST_DRAWN_ROWS = 12
 # As the names of result files say it.
 _PROCESSORS = {"amd_epyc": "AMD EPYC", "intel_xeon": "Intel Xeon"}
 
@@ -26,8 +27,9 @@ def page() -> str:
         "`flexgen-helm bench paper` prints these tables, `--table NAME` one of them; `make pages` writes this page.",
         "`--measure` runs the benchmarks that fill the measured column, and says beforehand how long they take.",
         "*Paper* is the [FlexGen paper](https://arxiv.org/abs/2303.06865), *predicted* is our cost model for its T4,",
-        "and *measured* comes from stored results of machines with two cores and no GPU. A dash is a figure that",
-        "nobody has. Policies are GPU batch x batches, then percent on GPU/CPU of weights, KV cache and hidden states.",
+        "and *measured* comes from stored results of machines with two cores and no GPU. A dash, or a column that is",
+        "left out, is what nobody has; a large table is drawn alone. Policies are GPU batch x batches, then percent on",
+        "GPU/CPU of weights, KV cache and hidden states.",
         "",
         "| measured by | stored on | processor | threads | other programs | flexgen-helm | torch | transformers |",
         "|---|---|---|---|---|---|---|---|",
@@ -37,8 +39,10 @@ def page() -> str:
         lines += ["", f"## {table.title}", "", f"`--table {table.name}`, {table.unit}.", ""]
         if table.picture is not None:
             lines += [f"![{table.picture}](images/paper_{table.name}.svg)", ""]
-        lines += _lines(table, sources)
-        lines += ["", textwrap.fill(table.note[0].upper() + table.note[1:], 120)]
+        # The rows of a large table that is drawn are the command's.
+        if table.picture is None or len(table.rows(sources)) <= _MOST_DRAWN_ROWS:
+            lines += [*_lines(table, sources), ""]
+        lines += [textwrap.fill(table.note[0].upper() + table.note[1:], 120)]
     return "\n".join(lines) + "\n"
 
 
@@ -64,8 +68,10 @@ def processor_of(result: Mapping[str, Any]) -> str:
 
 def _lines(table: Table, sources: Sources) -> list[str]:
     columns = {"paper": "paper", "predicted": "predicted", "measured": "measured", **dict(table.columns)}
+    rows = table.rows(sources)
+    columns = {name: title for name, title in columns.items() if any(row[name] is not None for row in rows)}
     lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---:|' * len(columns)}"]
-    for row in table.rows(sources):
+    for row in rows:
         cells = ("-" if row[name] is None else _cell(row[name]) for name in columns)
         lines.append(f"| {row['label']} | {' | '.join(cells)} |")
     return lines

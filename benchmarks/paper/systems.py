@@ -71,7 +71,7 @@ class PaperProblem(PlanningProblem):
     def conversions(self, batches: float) -> float:
         return 1.0
 
-    def decode_steps(self, batches: float, sequences: float) -> float:
+    def decode_steps(self, batches: float, sequences: float, resident: bool) -> float:
         return batches
 
     def staging_memory(self, shape: BlockShape, sequences: float, resident: bool) -> dict[Tier, tuple[Affine, ...]]:

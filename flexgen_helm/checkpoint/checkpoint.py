@@ -160,7 +160,7 @@ class Checkpoint(ABC):
         if not extremes.isfinite().all():
             raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
-            largest, dtype = float(extremes.abs().max()), str(self.storage_dtype).removeprefix("torch.")
+            largest, dtype = float(extremes.abs().max()), str(self._computed_dtype(name)).removeprefix("torch.")
             kind = Float16Error if self.as_float16 else CheckpointError
             raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
 

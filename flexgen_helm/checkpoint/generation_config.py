@@ -114,7 +114,9 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
         path = folder / CONFIG
         content = read_json(path)
         parts = (content.get(name) for name in ("decoder", "generator", "text_config"))
-        nested: Mapping[str, Any] = next(filter(None, parts), {})
+        nested: Any = next(filter(None, parts), {})
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{path} is damaged: it describes a part of the model by {repr(nested)[:80]}")
         given = {name: value for name, value in content.items() if value is not None}
         content = {name: value for name, value in {**nested, **given}.items() if name in (*_MATTERING, "top_p")}
     found = {
@@ -131,5 +133,7 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
                 f"{path} sets {name} to {repr(value)[:80]}, which is not {verb} and may change answers; "
                 "--generation-config ignore leaves the file's settings out"
             )
-    top_p = content.get("top_p")
-    return GenerationSettings(path, applied=found, top_p=1.0 if top_p is None else float(top_p))
+    top_p = 1.0 if content.get("top_p") is None else content["top_p"]
+    if not isinstance(top_p, (int, float)):
+        raise CheckpointError(f"{path} sets top_p to {repr(top_p)[:80]}, which is no number")
+    return GenerationSettings(path, applied=found, top_p=float(top_p))

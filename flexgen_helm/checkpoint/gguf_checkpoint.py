@@ -90,6 +90,8 @@ class GgufCheckpoint(Checkpoint):
 def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:
     """Return the files of a model, of which large ones have several, and the tensors of all."""
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    if not (isinstance(count, int) and isinstance(number, int)):
+        raise CheckpointError(f"{path} is damaged: it is part {number!r} of {count!r}")
     parts = gguf_parts(path)
     if number != 0 or count not in (0, 1, len(parts)):
         raise CheckpointError(

@@ -88,9 +88,14 @@ def cached_snapshot(repo: str, revision: str | None) -> Path | None:
     """
     from huggingface_hub.constants import HF_HUB_CACHE  # without the rest of the package, which takes longer
 
-    commit = _remembered_commit(repo, revision) or revision or "*"
+    cached = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    commit = _remembered_commit(repo, revision)
+    if commit is None:  # a download by others notes what a branch or tag means
+        with suppress(OSError, ValueError):
+            commit = (cached / "refs" / (revision or "main")).read_text(encoding="ascii").strip()
+    commit = commit or revision or "*"
     conversions = hub_conversion(repo, "any").parent.glob(commit)
-    snapshots = (Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots").glob(commit)
+    snapshots = (cached / "snapshots").glob(commit)
     if (conversion := next(filter(is_conversion, conversions), None)) is not None:
         return conversion
     for folder in snapshots:

@@ -50,9 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         say(f"flexgen-helm: {explain(error)}")
         return error.exit_code
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again at its end
-        return 0
     except KeyboardInterrupt:
         say("flexgen-helm: interrupted")
         return 130

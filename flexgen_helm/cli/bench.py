@@ -13,6 +13,11 @@ from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, OutFile, check_engi
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 
+_BENCHMARK_OF = {
+    "--tasks": "clients", "--peers": "clients", "--chat": "clients", "--python": "accuracy", "--reference": "accuracy",
+    "--table": "paper", "--measure": "paper", "--prompt-len": "paper", "--gen-len": "paper",
+}  # fmt: skip
+
 
 def bench(
     name: Annotated[
@@ -91,13 +96,14 @@ def bench(
         Path(folder).mkdir(parents=True, exist_ok=True)
     import pandas
 
-    from flexgen_helm.benchmarks import Options, load
+    from flexgen_helm.benchmarks import KNOWN, Options, load
 
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
-    if any(chosen.values()) and name != "clients":
-        raise UsageError(f"bench {name} has neither --tasks nor --peers, which are of bench clients")
-    if name != "paper" and (measure or prompt_len or gen_len):
-        raise UsageError(f"bench {name} has no --measure, --prompt-len or --gen-len, which are of bench paper")
+    given = {"--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference}
+    given |= {"--table": table, "--measure": measure, "--prompt-len": prompt_len, "--gen-len": gen_len}
+    for flag, value in given.items():
+        if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
+            raise UsageError(f"bench {name} has no {flag}, which is of bench {_BENCHMARK_OF[flag]}")
     earlier = _result_in(out) if any(chosen.values()) else None
     options = Options(
         engine,

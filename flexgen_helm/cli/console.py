@@ -59,7 +59,11 @@ def print_rows(
 
 def output() -> Console:
     """Return rich's console on stdout, wide if stdout is a file."""
-    from rich.console import Console
+    from rich import console
+
+    class Console(console.Console):
+        def on_broken_pipe(self) -> None:
+            raise
 
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)

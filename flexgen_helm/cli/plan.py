@@ -131,12 +131,11 @@ def plan(
         --hardware rtx3090 --cpu-memory 60GB
     """
     has_entries = bool(conf_paths or run_entries)
+    lengths = [value is not None for value in (prompt_len, gen_len, num_seqs)]
     if not has_entries and (max_eval_instances is not None or suite is not None):
         raise UsageError("-m and --suite are for run entries; add -c FILE or -r ENTRY")
     if from_csv is not None:
-        if not set(engine) <= {"offload_dir"} or any(
-            (model, prompt_len, gen_len, num_seqs, stages > 1, frontier, picture, has_entries)
-        ):
+        if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, frontier, picture, has_entries)):
             raise UsageError(
                 "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
             )
@@ -148,7 +147,7 @@ def plan(
     if has_entries:
         from flexgen_helm.cli.plan_suite import MOST_INSTANCES, print_suite, read_run_entries
 
-        if any((prompt_len, gen_len, num_seqs, frontier, picture)):
+        if any((*lengths, frontier, picture)):
             raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
         if model is None:
             raise UsageError("plan needs --model; the models that the run entries name are not read")
@@ -331,7 +330,7 @@ def _search_frontier(asked: Asked, problem: PlanningProblem, picture: Path | Non
     else:
         output().print(
             f"{asked.model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
-            f"{count(round(workload.output), 'generated token')} each; --schedule {points[0]['policy']['schedule']}"
+            f"{count(round(workload.output), 'generated token')} each"
         )
         print_table(frontier_table(points).cells.drop(columns="point"))
         output().print(

@@ -260,7 +260,7 @@ def difference(model: Any, opened: OpenedModel, asked: Sequence[GenerationReques
 
 def _largest(differences: Tensor) -> float:
     """Return the largest one's size; infinite where a value is not finite, so that it equals nothing."""
-    return float(differences.abs().nan_to_num(nan=math.inf).max())
+    return float(differences.abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 @contextmanager

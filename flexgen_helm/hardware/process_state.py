@@ -1,18 +1,54 @@
-"""What PyTorch keeps for the process or thread and products depend on: fixed while an engine opens or runs."""
+"""What a process has one of: PyTorch's settings, the rank, the fast paths that it leaves, and whether CUDA is there.
+
+PyTorch's settings that change products are fixed while an engine opens or runs.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.progress import Message, report
+
+_lock = threading.Lock()
+_num_computing = 0
+_settings_before: tuple[Any, ...] = ()
+
+
+@contextmanager
+def _exact_process() -> Iterator[None]:
+    """Set what all threads share: the first engine that computes sets it, the last one puts it back."""
+    import torch
+
+    global _num_computing, _settings_before
+    with _lock:
+        dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        if not _num_computing:
+            _settings_before = dtype, precision
+        _num_computing += 1
+        if dtype != torch.float32:  # not always: another thread may set it for a model that it loads
+            torch.set_default_dtype(torch.float32)
+        if precision != "highest":
+            torch.set_float32_matmul_precision("highest")  # of accelerators, too
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_computing -= 1
+            dtype, precision = _settings_before
+            if not _num_computing and dtype != torch.float32:
+                torch.set_default_dtype(dtype)
+            if not _num_computing and precision != "highest":
+                torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager
@@ -20,14 +56,8 @@ def exact_products() -> Iterator[None]:
     """Compute in float32 on the host by default, without autocast, inference mode or reduced precision."""
     import torch
 
-    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     with ExitStack() as stack:
-        if dtype != torch.float32:  # not always: another thread may set it for a model that it loads
-            stack.callback(torch.set_default_dtype, dtype)
-            torch.set_default_dtype(torch.float32)
-        if precision != "highest":
-            stack.callback(torch.set_float32_matmul_precision, precision)
-            torch.set_float32_matmul_precision("highest")  # of accelerators, too
+        stack.enter_context(_exact_process())
         if torch.get_default_device().type != "cpu":  # a mode slows every call
             stack.enter_context(torch.device("cpu"))
         if torch.is_inference_mode_enabled():  # its tensors are of no use outside
@@ -89,7 +119,8 @@ switched_off: dict[str, str] = {}
 
 def switch_off(name: str, reason: str) -> None:
     """Leave a fast path in this process, after one sentence."""
-    if switched_off.setdefault(name, reason) is reason:
+    if name not in switched_off:
+        switched_off[name] = reason
         report(Message(f"no {name} on this device, so {_INSTEAD[name]}, which is slower ({reason})"))
 
 

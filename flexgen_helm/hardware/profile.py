@@ -191,8 +191,9 @@ def load_profile(name_or_path: str) -> HardwareProfile:
     elif path.suffix == ".json" or path.is_file():
         try:
             text, where = path.read_text(encoding="utf-8"), str(path)
-        except OSError as error:
-            raise UsageError(f"the hardware profile {path} cannot be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"the hardware profile {path} cannot be read: {reason}") from error
     else:
         raise UsageError(
             f"hardware {name_or_path!r} is not known; take {', '.join(shipped_profiles())}, measured, or a file that "
@@ -210,6 +211,7 @@ def shipped_profiles() -> list[str]:
 
 
 _MAY_BE_ZERO = {"step_s", "transfer_s", "access_s", "overlap", "bytes"}
+_AT_MOST_ONE = {"overlap", "duplex"}
 _Record = TypeVar("_Record")
 
 
@@ -234,14 +236,16 @@ def _read_value(hint: Any, name: str, value: Any, where: str) -> Any:
     if hint in (int, float):
         if value is None and hint is float:
             return math.inf  # JSON has no infinity
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value >= 0 and math.isfinite(value)):
-            raise UsageError(f"{where}: a number of at least 0 is expected, not {value!r}")
-        if value == 0 and name not in _MAY_BE_ZERO:
+        most = 1 if name in _AT_MOST_ONE else 1e300
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            bounds = f"from 0 to {most}" if most == 1 else "of at least 0"
+            raise UsageError(f"{where}: a number {bounds} is expected, not {value!r}")
+        if hint(value) == 0 and name not in _MAY_BE_ZERO:
             raise UsageError(f"{where}: must be more than 0")
         return hint(value)
-    if hint is str:
-        return str(value)
-    if hint == Mapping[str, str]:
+    if hint is str and isinstance(value, str):
+        return value
+    if hint == Mapping[str, str] and isinstance(value, dict):
         return {str(figure): str(text) for figure, text in value.items()}
     if hint == Mapping[str, Curve]:
         try:

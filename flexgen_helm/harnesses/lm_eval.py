@@ -287,7 +287,10 @@ class FlexgenLM(TemplateLM):
                 if not request.args[1]:
                     raise RequestError("the continuation is empty, and has no score")
         self._scored = requests
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._scored = ()
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score (texts, context, continuation), the last two as ids; a long context loses its first tokens."""

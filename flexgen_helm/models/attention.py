@@ -329,8 +329,10 @@ def fused_kernel(q: Tensor, mask: Tensor | None) -> str | None:
 
 def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
-    if device.type == "cpu" or ATTENTION in switched_off:
-        return device.type == "cpu"
+    if device.type == "cpu":
+        return _FUSED is not None
+    if ATTENTION in switched_off:
+        return False
     return device_kernel(device, dtype, head_dim, has_mask=False) is not None
 
 

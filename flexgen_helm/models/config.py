@@ -199,6 +199,11 @@ class ModelConfig(Identified, ABC):
         return tuple(None if layer is None else numbers.setdefault(layer, len(numbers)) for layer in self.key_layers)
 
     @cached_property
+    def num_attention_layers(self) -> int:
+        """Layers that attend; the others of a hybrid keep a state instead."""
+        return sum(layer is not None for layer in self.key_layers)
+
+    @cached_property
     def num_cache_layers(self) -> int:
         """Layers whose keys and values are stored; at least one is counted."""
         return max(1, len({*self.cache_layers} - {None}))
@@ -261,7 +266,7 @@ class ModelConfig(Identified, ABC):
 
     def attention_flops(self, query_tokens: int, key_tokens: int) -> int:
         """FLOPs of all layers' scores and weighted sums, for `query_tokens` that attend to `key_tokens` each."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim * query_tokens * key_tokens
+        return 4 * self.num_attention_layers * self.num_heads * self.head_dim * query_tokens * key_tokens
 
 
 # The stages that a token passes in order: embed, layers.0 … layers.L-1, head.

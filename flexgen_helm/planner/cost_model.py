@@ -127,6 +127,7 @@ def block_costs(
         prefill=True,
         converts=converts,
         slot_positions=positions,
+        resident=resident,
         reads=reads,
     )
     passes = workload.output - 1
@@ -153,7 +154,7 @@ class _Pass:
     batch_sequences: sequences of one batch.
     converts: weights are stored in another type than products take.
     slot_positions: that a sequence's cache has.
-    reads: see `block_costs`.
+    resident, reads: see `block_costs`.
     """
 
     problem: PlanningProblem
@@ -162,6 +163,7 @@ class _Pass:
     prefill: bool
     converts: bool
     slot_positions: float
+    resident: bool
     reads: Mapping[Tier, WeightReads] | None = None
 
     @cached_property
@@ -224,7 +226,7 @@ class _Pass:
             convert += converted
             read_bytes += read
         reading_s = batches * read_bytes / processor.memory_bytes_s
-        steps = batches if self.prefill else problem.decode_steps(batches, sequences)
+        steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
         between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
         products = max(layers_s + head_s, reading_s)
         products += config.num_layers * (steps * processor.step_s + between_s)
@@ -284,7 +286,7 @@ class _Pass:
             if self.prefill:
                 continue
             if tier in problem.host_attention_tiers:  # queries go there, outputs come back
-                queries = config.num_layers * self.sequences * config.q_size * problem.compute_bytes
+                queries = config.num_attention_layers * self.sequences * config.q_size * problem.compute_bytes
                 to_cpu[CACHE[tier]] += queries / store_rate
                 to_gpu[CACHE[tier]] += queries / in_rate
             else:
@@ -342,7 +344,7 @@ class _Pass:
 
     @property
     def _cache_transfers(self) -> float:
-        return 2 * self.problem.config.num_layers * self.batches
+        return 2 * self.problem.config.num_attention_layers * self.batches
 
     @property
     def _new_cache_bytes(self) -> float:

@@ -29,6 +29,7 @@ from flexgen_helm.planner.placement import (
     FUSED_ROWS_WITH_TENSOR_CORES,
     GRAPH_ROWS,
     KINDS,
+    LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
     PINNED_EXCESS_SHARE,
@@ -377,7 +378,7 @@ class PlanningProblem:
     @property
     def read_kv_elements(self) -> int:
         """Keys and values of one position that all layers read: some read those of another."""
-        return 2 * self.config.num_layers * self.config.kv_size
+        return 2 * self.config.num_attention_layers * self.config.kv_size
 
     @property
     def cache_bytes(self) -> float:
@@ -472,9 +473,12 @@ class PlanningProblem:
         """Times that one pass over `batches` batches converts a weight to the compute dtype."""
         return batches
 
-    def decode_steps(self, batches: float, sequences: float) -> float:
-        """Launches of one decode pass in one layer: each cache block attends by itself."""
-        return batches + math.ceil(sequences / BLOCK_SEQUENCES)
+    def decode_steps(self, batches: float, sequences: float, resident: bool) -> float:
+        """Launches of one decode pass in one layer: each cache block attends by itself.
+
+        resident: all weights are on the compute tier, and then as a rule the cache is, whose blocks are larger there.
+        """
+        return batches + math.ceil(sequences / (LARGE_BLOCK_SEQUENCES if resident else BLOCK_SEQUENCES))
 
     def staging_memory(self, shape: BlockShape, sequences: float, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
         """Bytes by tier besides what is stored there: alternatives, each of which must fit.

@@ -133,7 +133,7 @@ class RunMemory:
             shares = placement.activations.items()
             pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
             pass_tokens = max(1, int(pass_bytes / self.hidden_bytes))
-        block_sequences, staging_bytes = self._staging
+        block_sequences = self._staging[0]
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
             if self.is_searched and self._page_tokens:
@@ -146,7 +146,8 @@ class RunMemory:
             max_sequences = MAX_SEQUENCES[self._compute_tier]
             if self._page_tokens:
                 max_sequences = max(max_sequences, LONG_MAX_SEQUENCES)
-            block_sequences = block_sequences if staging_bytes else LARGE_BLOCK_SEQUENCES
+        if not placement.streams_weights and placement.cache[self._compute_tier] == 1.0:
+            block_sequences = LARGE_BLOCK_SEQUENCES
         return SchedulerLimits(
             batch_tokens,
             batch_sequences,
@@ -268,17 +269,18 @@ class RunPlan:
 
         at_once: most sequences of a pass; the cache may have had room for fewer than were planned.
         """
-        if self.policy is not None:
-            if self.schedule.is_single_pass or at_once >= self.policy.block_size:
-                return self.policy
-            batches = -(-at_once // self.policy.gpu_batch_size)
-            return replace(self.policy, gpu_batch_size=-(-at_once // batches), num_gpu_batches=batches)
+        policy = self.policy
+        if policy is not None and (self.schedule.is_single_pass or at_once >= policy.block_size):
+            return policy
         sequences = min(self.limits.max_sequences, at_once)
-        batch = min(self.limits.batch_sequences, sequences)
+        batches = -(-sequences // (self.limits.batch_sequences if policy is None else policy.gpu_batch_size))
+        batch = -(-sequences // batches)
+        if policy is not None:
+            return replace(policy, gpu_batch_size=batch, num_gpu_batches=batches)
         wg = min(1.0, self.weights["gpu"])
         wc = min(1.0 - wg, self.weights["cpu"])
         cc, hc = float(self.cache["cpu"] > 0), float(self.compute_tier == "cpu")
-        return Policy(batch, max(1, sequences // batch), wg, wc, 1.0 - cc, cc, 1.0 - hc, hc)
+        return Policy(batch, batches, wg, wc, 1.0 - cc, cc, 1.0 - hc, hc)
 
     def describe(self, num_sequences: int) -> str:
         """Return the plan in one line, for people; num_sequences: of the whole run."""

@@ -161,8 +161,12 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
         excess = taken + beside - machine.compute_limit
         if taken in (0, total) or excess <= 0:
             break
-        share = max(0.0, share - max(0.001, excess / total))
-        policy = replace(policy, wg=share) if has_gpu else replace(policy, wc=share)
+        less = min(share, max(0.001, excess / total))
+        if not has_gpu:
+            policy = replace(policy, wc=share - less)
+            continue
+        room = max(0.0, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total - policy.wc)
+        policy = replace(policy, wg=share - less, wc=policy.wc + min(less, room))
     return policy
 
 

@@ -58,11 +58,12 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
 
 def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None, list[str]]:
     """Return the file's text with the new entries, and the names that it had otherwise; no text if nothing changes."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = ""
     try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         content = yaml.safe_load(text) or {}
         present = {entry["name"]: entry for entry in content.get(key) or []}
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
         return None, []
     replaced = []
@@ -79,7 +80,7 @@ def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None,
     # Appending keeps the user's comments and order; it is right where the file then reads as intended.
     start = text if text.endswith("\n") or not text else text + "\n"
     for appended in _dumps(missing):
-        candidate = (start or f"{key}:\n") + appended
+        candidate = start + ("" if content else f"{key}:\n") + appended
         with suppress(yaml.YAMLError):
             if yaml.safe_load(candidate) == merged:
                 return candidate, replaced

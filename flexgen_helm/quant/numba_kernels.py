@@ -1,8 +1,8 @@
 """Loops over packed bytes for CPUs, compiled by numba: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
-Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of a code, whether scales are
-words, table, matrix, its rows and width. The table has the float32 of every FP16 for pairs; for words their scales
-[512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or x.
+Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of a code, whether
+scales are words, table, matrix, its rows and width. The table has the float32 of every FP16 for pairs; for words their
+scales [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or x.
 
 A group's second half has its codes in the upper bits of the same bytes, or in `apart` further ones.
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.files import read_object
+from flexgen_helm.tokenizer.token_bytes import helm_bytes
 
 if TYPE_CHECKING:
     from flexgen_helm.report.scores import RunScores
@@ -84,13 +85,13 @@ def _chosen(state: Mapping[str, Any]) -> Answer:
 
 
 def _logprob_of_end(completion: Mapping[str, Any], text: str) -> float | None:
-    """Add up the last tokens that make up `text`, or as many characters of other spellings."""
-    total, length = 0.0, 0
+    """Add up the last tokens that make up `text`, or as many bytes of other spellings."""
+    total, missing = 0.0, len(text.encode())
     for token in reversed(completion.get("tokens", ())):
-        if length >= len(text):
-            return total
-        total, length = total + float(token["logprob"]), length + len(token["text"])
-    return total if length >= len(text) else None
+        if missing <= 0:
+            break
+        total, missing = total + float(token["logprob"]), missing - len(helm_bytes(token["text"]))
+    return total if missing <= 0 else None
 
 
 def _completion(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -211,7 +211,7 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
-    """Build the page of `flexgen-helm plan --frontier --picture`; points: from `planner.frontier`."""
+    """Build the page of `flexgen-helm plan --frontier --picture`; points: from `planner.search.frontier_points`."""
     workload, hardware = problem.workload, problem.hardware
     limits = {tier: problem.usable(tier) for tier in ("gpu", "cpu", "disk")}
     facts = {
@@ -243,7 +243,7 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem,
     notes = (
         "Each point is the policy with the most throughput that the latency allows",
         "A block is the sequences that are computed at once; weights, KV cache and hidden states are the percentages "
-        f"on GPU/CPU/disk; the schedule is {points[0]['policy']['schedule']}",
+        "on GPU/CPU/disk",
     )
     section = Section("Throughput over latency", [tables.frontier_table(points)], notes, plot)
     return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)
@@ -362,7 +362,7 @@ def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[fl
         ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
         if len(ticks) <= 5:
             break
-    ticks = ticks[:: math.ceil(len(ticks) / 5)]
     if len(ticks) < 2:
-        ticks = [min(values), max(values)]
+        ticks = sorted({min(values), max(values)})
+    ticks = ticks[:: math.ceil(len(ticks) / 5)]
     return [(position(tick), f"{tick:,.4g}") for tick in ticks], list(map(position, values))

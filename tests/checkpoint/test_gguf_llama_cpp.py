@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import transformers
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, llama_cpp, write_gguf
+from tests.helpers.tiny_models import config_like_llama
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, LAYERS, HEAD_DIM = 64, 4, 2, 96, 64, 3, 16
 PROMPT = [5, 9, 7, 20, 31, 8, 60, 44, 5, 9, 10, 12, 25, 33, 1, 2, 48, 50, 63, 40]
 SCALE = 0.5
 SCORED = (0, 13, 28, 50)
-F32 = gguf.GGMLQuantizationType.F32
 ARCHS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "olmo2")
-EXPERTS, EXPERTS_PER_TOKEN, EXPERT_FFN = 8, 2, 32
-# Of files with experts; Mixtral's are Llama's, and its experts have the size of an MLP.
-EXPERT_KEYS: dict[str, dict[str, int]] = {
-    "mixtral": {"expert_count": EXPERTS, "expert_used_count": EXPERTS_PER_TOKEN},
-    "qwen3moe": {
-        "expert_count": EXPERTS, "expert_used_count": EXPERTS_PER_TOKEN, "expert_feed_forward_length": EXPERT_FFN,
-    },
-}  # fmt: skip
+EXPERTS = 8
+OF_EXPERTS_ARCHS = ("mixtral", "qwen3moe")
 KEYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "linear by factor": {"rope.scaling.factor": 4.0},
@@ -47,46 +44,28 @@ KEYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tensors(arch: str, kv_heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor."""
-    query, keys = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
-    yield "token_embd.weight", (VOCAB, HIDDEN)
-    yield "output_norm.weight", (HIDDEN,)
-    if not arch.startswith("gemma"):
-        yield "output.weight", (VOCAB, HIDDEN)
-    for i in range(LAYERS):
-        layer = f"blk.{i}."
-        if arch == "phi3":
-            yield layer + "attn_qkv.weight", (query + 2 * keys, HIDDEN)
-            yield layer + "ffn_up.weight", (2 * FFN, HIDDEN)
-        else:
-            yield layer + "attn_q.weight", (query, HIDDEN)
-            yield layer + "attn_k.weight", (keys, HIDDEN)
-            yield layer + "attn_v.weight", (keys, HIDDEN)
-        yield layer + "attn_output.weight", (HIDDEN, query)
-        if arch in EXPERT_KEYS:
-            inner = FFN if arch == "mixtral" else EXPERT_FFN
-            yield layer + "ffn_gate_inp.weight", (EXPERTS, HIDDEN)
-            yield layer + "ffn_gate_exps.weight", (EXPERTS, inner, HIDDEN)
-            yield layer + "ffn_up_exps.weight", (EXPERTS, inner, HIDDEN)
-            yield layer + "ffn_down_exps.weight", (EXPERTS, HIDDEN, inner)
-        else:
-            if arch != "phi3":
-                yield layer + "ffn_gate.weight", (FFN, HIDDEN)
-                yield layer + "ffn_up.weight", (FFN, HIDDEN)
-            yield layer + "ffn_down.weight", (HIDDEN, FFN)
-        if arch != "olmo2":
-            yield layer + "attn_norm.weight", (HIDDEN,)
-            yield layer + "ffn_norm.weight", (HIDDEN,)
-        if arch in ("gemma2", "gemma3", "olmo2"):
-            yield layer + "post_attention_norm.weight", (HIDDEN,)
-            yield layer + "post_ffw_norm.weight", (HIDDEN,)
-        if arch in ("qwen3", "qwen3moe", "gemma3", "olmo2"):
-            yield layer + "attn_q_norm.weight", (query if arch == "olmo2" else HEAD_DIM,)
-            yield layer + "attn_k_norm.weight", (keys if arch == "olmo2" else HEAD_DIM,)
-        if arch == "qwen2":
-            for part, size in (("q", query), ("k", keys), ("v", keys)):
-                yield f"{layer}attn_{part}.bias", (size,)
+@cache
+def plain(arch: str, kv_heads: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Keys and tensors of an architecture's model, without windows and caps, which are cases."""
+    kind = {"qwen3moe": "Qwen3Moe", "gemma3": "Gemma3Text"}.get(arch, arch.capitalize())
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, rms_norm_eps=1e-5,
+        tie_word_embeddings=arch.startswith("gemma"), pad_token_id=0,
+    )  # fmt: skip
+    if arch in OF_EXPERTS_ARCHS:
+        sizes |= dict(num_local_experts=EXPERTS, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=32)
+    if arch.startswith(("gemma", "qwen3")):
+        sizes["head_dim"] = HEAD_DIM
+    config = config_like_llama(f"{kind}Config", **sizes)
+    keys, tensors = contents(transformers.AutoModelForCausalLM.from_config(config), stored_arch(arch))
+    cases = (".attention.sliding_window", ".attn_logit_softcapping", ".final_logit_softcapping")
+    return {**keys, **dict.fromkeys(cases), ".rope.dimension_count": HEAD_DIM, ".rope.freq_base": 5000.0}, tensors
+
+
+def stored_arch(arch: str) -> str:
+    return "llama" if arch == "mixtral" else arch
 
 
 def scales(count: int) -> np.ndarray:
@@ -100,7 +79,7 @@ def write(
     keys: dict[str, Any],
     more: dict[str, tuple[int, ...]],
     folded: bool = False,
-    kind: gguf.GGMLQuantizationType = F32,
+    kind: Kind = Kind.F32,
 ) -> Path:
     """keys: changed, without the architecture; None leaves one out. more: further tensors. kind: of the matrices.
 
@@ -108,31 +87,16 @@ def write(
     Qwen2 and Phi-3). Matrices of another kind are stored as the numbers in float32 that they stand for: llama.cpp
     would round the other factor of a product too.
     """
-    content = {
-        "block_count": LAYERS, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": FFN,
-        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5000.0,
-        "rope.dimension_count": HEAD_DIM, "vocab_size": VOCAB,
-        **EXPERT_KEYS.get(arch, {}), **keys,
+    kv_heads = HEADS if "attention.head_count_kv" in keys else KV_HEADS
+    content, tensors = plain(arch, kv_heads)
+    tokens = {
+        **SMALL_TOKENIZER, "tokenizer.ggml.tokens": [*(f"t{i}" for i in range(VOCAB - 2)), "t", "1"],
+        "tokenizer.ggml.token_type": [gguf.TokenType.NORMAL] * VOCAB, "tokenizer.ggml.merges": ["t 1"],
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0,
     }  # fmt: skip
-    stored_arch = "llama" if arch == "mixtral" else arch
-    writer = gguf.GGUFWriter(path, stored_arch)
-    for name, value in content.items():
-        if value is not None:
-            add = {
-                str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool,
-            }[type(value)]  # fmt: skip
-            add(f"{stored_arch}.{name}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*(f"t{i}" for i in range(VOCAB - 2)), "t", "1"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
-    writer.add_token_merges(["t 1"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
     random = np.random.default_rng(3)
-    kv_heads = content["attention.head_count_kv"] or HEADS
-    for name, shape in {**dict(tensors(arch, kv_heads)), **more}.items():
+    stored: list[tuple[str, np.ndarray, Kind]] = []
+    for name, shape in {**{name: values.shape for name, values in tensors.items()}, **more}.items():
         # Float16 holds these exactly, so that neither side rounds.
         values = random.normal(0, 0.3, shape).astype(np.float16).astype(np.float32)
         if folded and name.endswith(".weight") and name.replace(".weight", ".scale") in more:
@@ -144,27 +108,20 @@ def write(
             values = np.full(shape, SCALE, np.float32)
         if folded and name.endswith(".scale"):
             continue
-        if kind == F32 or values.ndim == 1 or "gate_inp" in name:
-            writer.add_tensor(name, values + ("norm" in name))
-            continue
-        data = gguf.quants.quantize(values, kind)
-        if folded:
-            writer.add_tensor(name, gguf.quants.dequantize(data, kind).astype(np.float16).astype(np.float32))
+        if kind == Kind.F32 or values.ndim == 1 or "gate_inp" in name:
+            stored.append((name, values + ("norm" in name), Kind.F32))
+        elif folded:
+            data = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+            stored.append((name, data.astype(np.float16).astype(np.float32), Kind.F32))
         else:
-            writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            stored.append((name, values, kind))
+    changed = {f".{name}": value for name, value in keys.items()}
+    return write_gguf(path, stored_arch(arch), {**tokens, **content, **changed}, stored)
 
 
 def theirs(path: Path) -> list[float] | None:
     """Log-probabilities of some tokens behind the prompt by llama.cpp; None if it refuses the file."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
-    settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 256, 1, False
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    xllamacpp, settings = llama_cpp(path, 256)
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     try:
@@ -222,7 +179,7 @@ TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
 # Which architectures have what is not in every case; all refuse what is empty here.
 TAKEN_BY = {
     **dict.fromkeys(OF_EXPERTS, ()),
-    **dict.fromkeys(("softmax", "one expert"), tuple(EXPERT_KEYS)),
+    **dict.fromkeys(("softmax", "one expert"), OF_EXPERTS_ARCHS),
     **dict.fromkeys(("none", "attn_factor", "unknown", "weight.scale", "strange", "attn_qkv.bias"), ()),
     "biases": ("llama",),
     "window": ("gemma2", "gemma3", "phi3"),
@@ -230,21 +187,26 @@ TAKEN_BY = {
     "final cap": ("gemma2", "gemma3"),
     "attn_output.bias": ("llama", "mixtral"),
     "rope_freqs": ("llama", "mixtral"),
-    "scale": tuple(arch for arch in ARCHS if arch != "phi3" and arch not in EXPERT_KEYS),  # with such matrices
-    "scale of some": tuple(arch for arch in ARCHS if arch not in EXPERT_KEYS),
-    "scale of experts": tuple(EXPERT_KEYS),
+    "scale": tuple(arch for arch in ARCHS if arch != "phi3" and arch not in OF_EXPERTS_ARCHS),  # with such matrices
+    "scale of some": tuple(arch for arch in ARCHS if arch not in OF_EXPERTS_ARCHS),
+    "scale of experts": OF_EXPERTS_ARCHS,
 }
-CASES = [(arch, name, keys, {}) for arch in ARCHS for name, keys in KEYS.items()]
-CASES += [(arch, name, {}, more) for arch in ARCHS for name, more in TENSORS.items()]
+
+
+def archs_of(name: str) -> tuple[str, ...]:
+    """All architectures where some take it and others do not; else those whose readers differ most."""
+    return ARCHS if name == "plain" or TAKEN_BY.get(name) else ("llama", "qwen3moe", "gemma3", "phi3")
+
+
+CASES = [(arch, name, keys, {}) for name, keys in KEYS.items() for arch in archs_of(name)]
+CASES += [(arch, name, {}, more) for name, more in TENSORS.items() for arch in archs_of(name)]
 SCALES_OF_EXPERTS = layers([f"ffn_{part}_exps.scale" for part in ("gate", "up", "down")], (EXPERTS,))
-CASES += [(arch, name, keys, {}) for arch in EXPERT_KEYS for name, keys in OF_EXPERTS.items()]
-CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in EXPERT_KEYS]
+CASES += [(arch, name, keys, {}) for arch in OF_EXPERTS_ARCHS for name, keys in OF_EXPERTS.items()]
+CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in OF_EXPERTS_ARCHS]
 
 
 @pytest.mark.parametrize(("arch", "name", "keys", "more"), CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
-def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(
-    tmp_path: Path, arch: str, name: str, keys: dict[str, Any], more: dict[str, tuple[int, ...]]
-) -> None:
+def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(tmp_path, arch, name, keys, more):
     found = ours(write(tmp_path / "m.gguf", arch, keys, more))
     assert (found is not None) == (arch in TAKEN_BY.get(name, ARCHS))
     if found is None or (arch, name) == ("phi3", "window"):  # llama.cpp has switched off this window (#13676)
@@ -256,9 +218,9 @@ def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("arch", list(EXPERT_KEYS))
-def test_experts_of_another_type_are_the_numbers_that_they_stand_for(tmp_path: Path, arch: str, kind: str) -> None:
-    stored = gguf.GGMLQuantizationType[kind]
+@pytest.mark.parametrize("arch", OF_EXPERTS_ARCHS)
+def test_experts_of_another_type_are_the_numbers_that_they_stand_for(tmp_path, arch, kind):
+    stored = Kind[kind]
     found = ours(write(tmp_path / "m.gguf", arch, {}, {}, kind=stored))
     reference = theirs(write(tmp_path / "folded.gguf", arch, {}, {}, folded=True, kind=stored))
     assert found is not None and reference is not None

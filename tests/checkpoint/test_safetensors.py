@@ -7,73 +7,38 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
+from tests.helpers.model_folders import edit_config, edit_weights
+from tests.helpers.tiny_models import llama_config, save_random
 
 transformers = pytest.importorskip("transformers")
 
 
-def save_model(folder: Path, **options: Any) -> None:
-    """A tiny untied Llama with random norms, which would otherwise be ones."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        num_hidden_layers=2,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=20,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    model.save_pretrained(folder, **options)
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
+    """Untied, with random norms, which would otherwise be ones."""
     folder = tmp_path_factory.mktemp("saved") / "llama"
-    save_model(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 3, "float32")
     return folder
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
+def folder(saved, tmp_path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def edit_weights(folder: Path, change: Any) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def test_many_tiles_and_many_threads_give_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tiles_and_many_threads_give_the_same_bytes(folder, monkeypatch):
     whole = SafetensorsCheckpoint(folder)
     expected = {name: whole.tensor(name) for name in whole.shapes}
     monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 7)
@@ -82,14 +47,14 @@ def test_many_tiles_and_many_threads_give_the_same_bytes(folder: Path, monkeypat
             assert torch.equal(tensor, expected[name])
 
 
-def test_a_single_file_is_opened_beside_its_config(folder: Path) -> None:
+def test_a_single_file_is_opened_beside_its_config(folder):
     (folder / "tokenizer.json").write_text("{}")
     checkpoint = open_checkpoint(folder / "model.safetensors")
     checkpoint.verify()
     assert checkpoint.tokenizer_path == folder
 
 
-def test_every_truncation_is_refused_when_opening(folder: Path) -> None:
+def test_every_truncation_is_refused_when_opening(folder):
     file = folder / "model.safetensors"
     content = file.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
@@ -104,7 +69,7 @@ def test_every_truncation_is_refused_when_opening(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_a_file_that_changes_after_opening_is_refused_when_read(folder: Path) -> None:
+def test_a_file_that_changes_after_opening_is_refused_when_read(folder):
     checkpoint = open_checkpoint(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
@@ -112,13 +77,13 @@ def test_a_file_that_changes_after_opening_is_refused_when_read(folder: Path) ->
         checkpoint.tensor("head.norm.weight")
 
 
-def test_missing_tensor_is_named(folder: Path) -> None:
+def test_missing_tensor_is_named(folder):
     edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         open_checkpoint(folder)
 
 
-def test_untied_head_must_exist_and_a_tied_one_need_not(folder: Path) -> None:
+def test_untied_head_must_exist_and_a_tied_one_need_not(folder):
     edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         open_checkpoint(folder)
@@ -126,22 +91,20 @@ def test_untied_head_must_exist_and_a_tied_one_need_not(folder: Path) -> None:
     open_checkpoint(folder).verify()
 
 
-def test_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
+def test_wrong_shape_is_named_with_both_shapes(folder):
     edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(17)}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has the shape \[17\].*\[16\]"):
         open_checkpoint(folder)
 
 
-def test_integer_weights_are_refused(folder: Path) -> None:
+def test_integer_weights_are_refused(folder):
     edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has the type I8"):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("value", "fits"), [(65519.0, True), (-65519.0, True), (65520.0, False), (-1e5, False)])
-def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(
-    folder: Path, value: float, fits: bool
-) -> None:
+def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(folder, value, fits):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"][5] = tensors["model.embed_tokens.weight"][3, 5] = value
 
@@ -170,7 +133,7 @@ def sentinel(folder: Path) -> Path:
     return folder / "evil.py.ran"
 
 
-def test_code_named_by_the_config_is_never_run(folder: Path) -> None:
+def test_code_named_by_the_config_is_never_run(folder):
     ran = sentinel(folder)
     open_checkpoint(folder).verify()
     edit_config(folder, architectures=["Phi3ForCausalLM"], model_type="phi3")  # as Microsoft publishes it
@@ -178,7 +141,7 @@ def test_code_named_by_the_config_is_never_run(folder: Path) -> None:
     assert not ran.exists()
 
 
-def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder: Path) -> None:
+def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder):
     ran = sentinel(folder)
     edit_config(folder, architectures=["EvilForCausalLM"], model_type="evil")
     with pytest.raises(UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run") as caught:
@@ -186,7 +149,7 @@ def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder: Pat
     assert caught.value.exit_code == 2 and not ran.exists()
 
 
-def test_the_code_would_run_where_it_is_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_would_run_where_it_is_trusted(folder, tmp_path, monkeypatch):
     """The trap of the tests above is one: `transformers` runs it when told to."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "modules")])
@@ -197,7 +160,7 @@ def test_the_code_would_run_where_it_is_trusted(folder: Path, tmp_path: Path, mo
     assert (tmp_path / "ran").exists()
 
 
-def test_damage_that_no_hash_tells_is_found_only_where_it_is_not_finite(folder: Path) -> None:
+def test_damage_that_no_hash_tells_is_found_only_where_it_is_not_finite(folder):
     """A plain folder has nothing to compare with; its fingerprint says that it is another model."""
     before = open_checkpoint(folder).fingerprint
     file = folder / "model.safetensors"
@@ -210,7 +173,7 @@ def test_damage_that_no_hash_tells_is_found_only_where_it_is_not_finite(folder: 
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_with_the_command_to_use(folder: Path, name: str) -> None:
+def test_pickled_weights_are_refused_with_the_command_to_use(folder, name):
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"\x80\x04cbuiltins\nexec\n")
     with pytest.raises(CheckpointError, match="flexgen-helm convert") as caught:
@@ -218,7 +181,7 @@ def test_pickled_weights_are_refused_with_the_command_to_use(folder: Path, name:
     assert caught.value.exit_code == 2
 
 
-def test_folder_without_weights_or_with_too_many(folder: Path) -> None:
+def test_folder_without_weights_or_with_too_many(folder):
     file = folder / "model.safetensors"
     weights = file.rename(folder / "weights.safetensors")
     open_checkpoint(folder).verify()
@@ -231,7 +194,7 @@ def test_folder_without_weights_or_with_too_many(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_config_problems_are_named(folder: Path) -> None:
+def test_config_problems_are_named(folder):
     file = folder / "config.json"
     edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
     with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
@@ -267,7 +230,7 @@ def test_config_problems_are_named(folder: Path) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["model.safetensors", "config.json"]), data=st.data())
-def test_damaged_bytes_never_raise_anything_but_our_errors(folder: Path, name: str, data: st.DataObject) -> None:
+def test_damaged_bytes_never_raise_anything_but_our_errors(folder, name, data):
     file = folder / name
     content = file.read_bytes()
     offsets = st.integers(0, min(len(content), 4000) - 1)

@@ -151,14 +151,10 @@ def test_a_file_without_a_good_line_needs_no_model(tmp_path):
     assert cli.main(["batch", str(write(tmp_path / "in", [])), "-o", str(out)]) == 0 and read(out) == []
 
 
-def many(count=90):
-    half = count // 2
-    texts = [line(f"t{i}", TEXT, prompt=[5 + i, 6], max_tokens=4, n=2) for i in range(half)]
-    return [*texts, *(chat(f"c{i}", "the quick " * (1 + i % 3), max_tokens=4) for i in range(half, count)), "{"]
-
-
 def test_a_second_start_computes_the_rest_and_writes_the_same(folder, tmp_path, monkeypatch, capsys):
-    asked = write(tmp_path / "in", many(20))
+    texts = [line(f"t{i}", TEXT, prompt=[5 + i, 6], max_tokens=4, n=2) for i in range(10)]
+    chats = [chat(f"c{i}", "the quick " * (1 + i % 3), max_tokens=4) for i in range(10)]
+    asked = write(tmp_path / "in", [*texts, *chats, "{"])
     command = ["batch", str(asked), "-o", str(tmp_path / "out"), "--model", str(folder)]
     assert cli.main(command) == 1
     undisturbed = (tmp_path / "out").read_bytes()

@@ -22,7 +22,7 @@ from flexgen_helm.response_cache import ResponseCache, response_cache_path
 
 ANSWERS, WEIGHTS = "journal/old.sqlite", "offload/weights-0123-float16"
 CONVERSION, DEAD = "converted/local/m-0123", "offload/run-1-0"
-REST = "converted/org--repo/.0123.partial"
+REST, HALF_REMOVED = "converted/org--repo/.0123.partial", "models/.m.removed"
 
 
 @pytest.fixture
@@ -33,7 +33,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = ResponseCache(response_cache_path(home, "old"), "flexgen/tiny-4bit")
     cache.put_many({"k": GenerationResult()})
     cache.close()
-    for name, size in ((WEIGHTS, 90_000), (CONVERSION, 50_000), (DEAD, 9_000), (REST, 5_000), ("models/tiny", 400)):
+    for name, size in (
+        (WEIGHTS, 90_000),
+        (CONVERSION, 50_000),
+        (DEAD, 9_000),
+        (REST, 5_000),
+        (HALF_REMOVED, 4_500),
+        ("models/tiny", 400),
+    ):
         (home / name).mkdir(parents=True)
         (home / name / "file").write_bytes(bytes(size))
     (home / "hashes.json").write_text("{}")
@@ -60,7 +67,7 @@ def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
     items = clean(capsys)
     assert {name: item["kind"] for name, item in items.items()} == {
         WEIGHTS: "offloaded weights", CONVERSION: "conversion", ANSWERS: "answers", DEAD: "rest of a dead run",
-        REST: "rest of a dead conversion", "models/tiny": "model",
+        REST: "rest of a dead conversion", HALF_REMOVED: "rest of a removal", "models/tiny": "model",
     }  # fmt: skip
     assert list(items)[0] == WEIGHTS and items[WEIGHTS]["num_bytes"] >= 90_000
     assert not any(item["is_in_use"] or item["is_removed"] for item in items.values())
@@ -68,7 +75,7 @@ def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
     assert cli.main(["clean"]) == 0
     said = capsys.readouterr()
     assert "answers of flexgen/tiny-4bit" in said.out and items[ANSWERS]["model"] == "flexgen/tiny-4bit"
-    assert WEIGHTS in said.out and "today" in said.out and "6 items" in said.err
+    assert WEIGHTS in said.out and "today" in said.out and "7 items" in said.err
 
 
 def test_only_what_is_named_goes_and_only_with_yes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

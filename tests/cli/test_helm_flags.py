@@ -9,6 +9,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.cli.helm_flags import HELM_FLAGS, HelmFlag
+from flexgen_helm.request import MemoryLimits
 from tests.helpers.console_script import run_script
 from tests.helpers.flags import record_suites
 
@@ -50,9 +51,9 @@ def test_the_defaults_that_are_told_are_helms():
     }
 
 
-@pytest.mark.parametrize("columns", ["80", "100"])
-def test_the_help_lists_them_beside_the_engine_flags(columns):
-    shown = run_script("run", "--help", COLUMNS=columns)
+@pytest.mark.parametrize("words, columns", [(("--help",), "100"), (("-r", "x", "-h"), "80")])
+def test_the_help_lists_them_beside_the_engine_flags(words, columns):
+    shown = run_script("run", *words, COLUMNS=columns)
     assert shown.code == 0 and not shown.heavy
     assert shown.out.index("─ HELM ─") < shown.out.index("─ Engine ─") < shown.out.index("─ HELM, rarely needed ─")
     assert "<bool>" not in shown.out and max(map(len, shown.out.splitlines())) <= int(columns)
@@ -65,43 +66,5 @@ def test_the_help_lists_them_beside_the_engine_flags(columns):
 def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypatch):
     calls = record_suites(monkeypatch)
     argv = [*form, "-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-ohome", "--of-a-newer-helm"]
-    assert cli.main(["run", *argv, "--device", "cpu"]) == 0
-    assert calls == [(argv, {"device": "cpu"})]
-
-
-def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
-    words = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--dummy-weights")
-    refused = run_script(*words, LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    assert refused.code == 2 and not refused.heavy and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
-
-
-def test_h_is_help():
-    shown = run_script("run", "-r", "x", "-h")
-    assert shown.code == 0 and "─ HELM ─" in shown.out and not shown.heavy
-
-
-NO_ENTRY = "run needs -r, one or more run entries, or -c, a file with them, for example -r"
-NO_INSTANCES = "run needs -m, the largest number of instances per scenario, for example -m 100"
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (("-m", "10", "-r"), NO_ENTRY),
-        (("-c", "runs.conf", "--suite", "s"), NO_INSTANCES),
-        (("-r", "x", "-m", "ten"), "argument -m/--max-eval-instances: invalid int value: 'ten'"),
-        (("-r", "x", "-m", "5", "--dry-run=yes"), "argument -d/--dry-run: ignored explicit argument 'yes'"),
-    ],
-)
-def test_what_helm_would_refuse_is_a_sentence_before_helm_is_imported(arguments, says):
-    refused = run_script("run", *arguments)
-    assert refused.code == 2 and not refused.out and not refused.heavy
-    (line,) = refused.err.splitlines()
-    assert says in line
-
-
-@pytest.mark.parametrize("flag, meant", [("--max-latancy=5", "--max-latency"), ("--suites", "--suite")])
-def test_a_misspelt_flag_is_answered_with_the_right_one(flag, meant):
-    refused = run_script("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", flag)
-    assert refused.code == 2 and not refused.heavy
-    assert f"run has no flag {flag}; did you mean {meant}" in refused.err
+    assert cli.main(["run", *form, "--device", "cpu", *argv[len(form) :], "--cpu-memory=1GB"]) == 0
+    assert calls == [(argv, {"device": "cpu", "limits": MemoryLimits(cpu=10**9)})]

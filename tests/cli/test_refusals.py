@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +30,12 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
 @pytest.mark.parametrize(
     "arguments, says",
     [
+        (("run", "-m", "10", "-r"), "run needs -r, one or more run entries, or -c, a file with them, for example -r"),
+        (("run", "-c", "runs.conf"), "run needs -m, the largest number of instances per scenario, for example -m 100"),
+        (("run", "-r", "x", "-m", "ten"), "argument -m/--max-eval-instances: invalid int value: 'ten'"),
+        ((*RUN, "--dry-run=yes"), "argument -d/--dry-run: ignored explicit argument 'yes'"),
+        ((*RUN_OPT, "--max-latancy=5"), "run has no flag --max-latancy=5; did you mean --max-latency"),
+        ((*RUN_OPT, "--suites=s"), "run has no flag --suites=s; did you mean --suite"),
         ((*RUN, "--policy", "10"), "--policy '10' is not of the form GBSxNB,wg,wc,cg,cc,hg,hc"),
         ((*RUN, "--precision", "fp16,3bit"), "precision '3bit' is not available"),
         ((*RUN, "--cpu-memory", "8"), "the limit of the cpu tier, '8', has no unit; write 8GiB"),
@@ -38,10 +46,11 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         (("perplexity", "opt-125m", "--text", "absent", "--window", "9"), "--text absent cannot be read"),
         ((*DIVERGENCE, "absent", "--baseline", "fp15"), "precision 'fp15' is not available"),
         ((*DIVERGENCE, "absent", "--precision", "fp16"), "--precision names only the baseline fp16"),
-        (("divergence", "opt-125m-4bit", "--window", "9", "--text", "absent"), "opt-125m-4bit already means 4bit"),
+        (("divergence", "opt-125m-4bit", *DIVERGENCE[2:], "absent"), "opt-125m-4bit already means 4bit"),
         (("divergence", "opt-125m", "--suite", "s", "--max-windows", "2"), "--suite and --max-windows exclude"),
         (("divergence", "opt-125m", "--text", "absent"), "divergence needs a text and its --window, or a --suite"),
         (("bench", "absent"), "there is no benchmark 'absent'"),
+        (("bench", "offload", "--chat", "--quick"), "bench offload has no --chat, which is of bench clients"),
         (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),
         ((*RUN_OPT, "--suite", "s" * 256), TOO_LONG),
         (("report", "--suite", "s" * 256), "there is no suite in benchmark_output/runs/ss"),
@@ -54,6 +63,20 @@ def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says, tmp_p
     assert refused.code == 2 and not refused.out and not refused.heavy
     lines = refused.err.splitlines()
     assert len(lines) == 1 and says in lines[0], refused.err
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("entries",)])
+def test_a_reader_that_has_read_enough_is_no_error(arguments):
+    with subprocess.Popen(
+        [sys.executable, "-m", "flexgen_helm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read() and process.wait(60) == 0
+
+
+def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
+    refused = run_script(*RUN_OPT, "--dummy-weights", LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert refused.code == 2 and not refused.heavy and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
 
 
 @pytest.mark.skipif(process_state.why_no_cuda() is None, reason="this machine may have a CUDA device")
@@ -69,7 +92,16 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
     limits = MemoryLimits(gpu=8 << 30, cpu=1 << 50)
     for machine, device in (("this machine", "cpu"), ("this machine", "auto"), ("laptop", None)):
         if device is None:
-            lengths = ("--prompt-len", "9", "--gen-len", "9", "--hardware", "laptop")
+            lengths = (
+                "--prompt-len",
+                "9",
+                "--gen-len",
+                "9",
+                "--hardware",
+                "laptop",
+                "--policy",
+                "1x1,0,100,0,100,0,100",
+            )
             cli.main(["plan", "--model", "opt-125m", *lengths, "--gpu-memory", "8GiB", "--cpu-memory", "1048576GiB"])
         else:
             check_engine_flags({"limits": limits, "device": device})
@@ -87,8 +119,6 @@ def test_a_message_cannot_control_the_terminal(capsys):
 
 
 def test_the_guard_sees_heavy_imports():
-    done = run_script("plan", "--help")
-    assert done.imports and not done.heavy
     assert Finished(0, "", "", frozenset({"torch", "typer"})).heavy == {"torch"} <= HEAVY
 
 

@@ -9,7 +9,6 @@ forgets, and what it forgets is found all the same:
     syncs            places where a host thread waits for the device
     pageable_copies  copies from or to memory that is not pinned, which the driver copies through buffers of its own
     kernels          launches, one for each operation of PyTorch
-    allocations      of device memory; `pinned_allocations`: of pinned host memory
 
 All but the first two count by place: 'file:line' of the package's innermost frame.
 
@@ -276,8 +275,6 @@ class Device:
         self.capture: Capture | None = None
         self._arenas: dict[int, Tensor] = {}  # bytes of a graph pool's segments, by address
         self.pageable_copies: Counter[str] = Counter()
-        self.allocations: Counter[str] = Counter()
-        self.pinned_allocations: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
         self.register_error = 0
@@ -303,14 +300,7 @@ class Device:
 
     def reset(self) -> None:
         """Clear all counters, but no races and no mixes."""
-        for counter in (
-            self.syncs,
-            self.kernels,
-            self.graph_kernels,
-            self.pageable_copies,
-            self.allocations,
-            self.pinned_allocations,
-        ):
+        for counter in (self.syncs, self.kernels, self.graph_kernels, self.pageable_copies):
             counter.clear()
 
     @property
@@ -398,7 +388,6 @@ class Device:
         with self.ordering.lock:
             self.registered[address] = size
             self.peak_registered = max(self.peak_registered, sum(self.registered.values()))
-            self.count(self.pinned_allocations)
         return 0
 
     def unregister(self, address: int) -> int:
@@ -430,7 +419,6 @@ class Device:
             size = 1 << max(0, num_bytes - 1).bit_length()
             self._pinned[storage._cdata] = StorageWeakRef(storage), size
             self._pinned = {key: own for key, own in self._pinned.items() if not own[0].expired()}
-        self.count(self.pinned_allocations)
         self._watch(made)
         return made
 
@@ -479,7 +467,6 @@ class Device:
     def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
-        self.count(self.allocations)
         if (capture := self.capturing(device)) is not None:
             lease = self.memory[index].allocate(values.untyped_storage().nbytes(), capture.pool)
             segment = lease.block.segment

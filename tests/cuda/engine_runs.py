@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits, Policy
 from flexgen_helm.engine import engine as engine_module
-from tests.helpers.shares import IS_WHOLE, share
+from tests.helpers.shares import IS_WHOLE
 from tests.helpers.tiny_models import VOCABULARY, TinyModel
 
 MIB = 1 << 20
@@ -27,17 +27,6 @@ PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 # Log-probabilities in float32, each and on the mean. In 16 bits the errors are compared with those of `transformers` in
 # the same 16 bits on the processor: as factors, of the worst and of the mean. Both round differently, and not better.
 EXACT, OF_PEERS = (1e-3, 1e-4), (4.0, 2.0)
-
-
-def selected_and_slow(matrix: Iterable[tuple[Any, ...]], selected: Collection[Any], of: int = 1) -> list[Any]:
-    """The cases of a matrix that `make test` runs, and one in `of` others, which are slow."""
-    cases = list(matrix)
-    slow = set(share((case for case in cases if case not in selected), of))
-    return [
-        pytest.param(*case, marks=pytest.mark.slow if case in slow else [])
-        for case in cases
-        if case in selected or case in slow
-    ]
 
 
 def each_family(variants: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[tuple[str, torch.dtype]]:

@@ -28,6 +28,7 @@ def test_what_exceeds_a_buffer_crosses_in_pieces(cuda_device, monkeypatch, buffe
     assert torch.equal(engine.rows_to_device(memory, rows).cpu(), memory[rows])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])
 def test_resident_weights_cross_through_a_pinned_buffer(tiny, tmp_path, cuda_device, precision):
     """Whole matrices in new memory would cost as much time as reading them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,22 +16,6 @@ def device():
     """Without the check at the end: these tests look at the races themselves."""
     with cuda_in_host_memory(num_devices=2) as found:
         yield found
-
-
-def pinned(*values: float) -> torch.Tensor:
-    memory = torch.empty(len(values), pin_memory=True)
-    memory.copy_(torch.tensor(values))
-    return memory
-
-
-def test_values_are_those_of_the_cpu(device):
-    x = torch.arange(12.0).view(3, 4)
-    on_gpu = x.to("cuda")
-    assert on_gpu.is_cuda and str(on_gpu.device) == "cuda:0"
-    assert torch.equal((on_gpu @ on_gpu.t())[1:, ::2].cpu(), (x @ x.t())[1:, ::2])
-    on_gpu[1, torch.tensor([0, 2], device="cuda")] = -1.0
-    assert on_gpu.tolist()[1] == [-1.0, 5.0, -1.0, 7.0]
-    assert torch.zeros(2, device="cuda").sum().item() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -85,16 +70,6 @@ def test_a_stream_that_waits_is_none(device, way):
     device.check()
 
 
-def test_an_event_covers_what_came_before_its_recording(device):
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
-    event.record()
-    x = torch.zeros(8, device="cuda")
-    side.wait_event(event)
-    with torch.cuda.stream(side):
-        x.add_(1)
-    assert device.races
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("size", [1024, 512])
 def test_memory_of_a_stream_is_reused_under_the_reader(device, recorded, size):
@@ -125,65 +100,25 @@ def test_the_host_reads_pinned_memory_that_a_copy_still_writes(device, waits):
     assert bool(device.races) != waits
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_host_writes_pinned_memory_that_a_copy_still_reads(device, waits):
-    source = pinned(1, 2, 3)
-    torch.empty(3, device="cuda").copy_(source, non_blocking=True)
-    if waits:
-        torch.cuda.synchronize()
-    source.zero_()
-    assert bool(device.races) != waits
-
-
-def test_threads_that_share_nothing_race(device):
-    memory, turn = pinned(0, 0), []
-
-    def write() -> None:
-        memory.fill_(1.0)
-        turn.append(1)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    while not turn:
-        pass
-    memory.sum()
-    assert device.races
-    thread.join()
-
-
-@pytest.mark.parametrize("order", ["Lock", "RLock", "Condition", "join"])
-def test_locks_and_joins_order_threads(device, order):
-    memory, lock = pinned(0, 0), None if order == "join" else getattr(threading, order)()
-
-    def write() -> None:
-        memory.fill_(1.0)
-        if lock is not None:
-            with lock:
-                turn.append(1)
-
+@pytest.mark.parametrize("order", ["Lock", "RLock", "Condition", "nothing"])
+def test_threads_that_share_no_lock_race(device, order):
+    memory, lock = torch.empty(2, pin_memory=True), nullcontext() if order == "nothing" else getattr(threading, order)()
     turn: list[int] = []
+
+    def write() -> None:
+        memory.fill_(1.0)
+        with lock:
+            turn.append(1)
+
     thread = threading.Thread(target=write)
     thread.start()
-    if lock is None:
-        thread.join()
-    else:
-        while True:
-            with lock:
-                if turn:
-                    break
+    is_over = False
+    while not is_over:
+        with lock:
+            is_over = bool(turn)
     memory.sum()
-    device.check()
+    assert bool(device.races) == (order == "nothing")
     thread.join()
-
-
-def test_it_counts_by_source_line(device):
-    from flexgen_helm.offload.transfer_manager import CudaCopyEngine
-
-    engine = CudaCopyEngine(torch.device("cuda"))
-    device.reset()
-    engine.to_device(torch.ones(4))
-    for counter in (device.kernels, device.allocations, device.syncs):
-        assert counter and all(line.startswith("offload/transfer_manager.py:") for line in counter)
 
 
 def test_memory_runs_out_where_it_is_told_to(device):

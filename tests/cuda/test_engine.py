@@ -19,6 +19,7 @@ from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
+from tests.cuda import costs
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import (
     DISK,
@@ -26,59 +27,47 @@ from tests.cuda.engine_runs import (
     LIMITS,
     MIB,
     PLACEMENTS,
+    ROOMY,
     THIRDS,
     assert_close,
     each_family,
     requests,
     run,
-    selected_and_slow,
 )  # fmt: skip
+from tests.helpers.shares import share
 from tests.helpers.tiny_models import VARIANTS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SELECTED = {
-    ("opt", torch.float16), ("bloom", torch.float16), ("gemma2", torch.bfloat16), ("mixtral", torch.float16),
-    ("qwen3-windows", torch.float32),
-}  # fmt: skip
-# Schedule, placement, overlap, attention on the host.
-SELECTED_PLACES = {
-    ("zigzag", "disk", True, False), ("zigzag", "host", True, False), ("row", "thirds", False, True),
-    ("zigzag", "thirds", True, True), ("row", "resident", True, False),
-}  # fmt: skip
 
 
-def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
-    with cuda_in_host_memory() as device:
+def check(model, folder, dtype=torch.float16, asked=None, **settings):
+    """Compare a run with `transformers`; return its record and costs."""
+    with cuda_in_host_memory() as device, costs.counted(device) as counts:
         results, record = run(model.path, asked or requests(), dtype, offload_dir=folder, **settings)
     device.check()
     assert_close(model, results, dtype)
-    return device, record
+    return record, counts
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize(
-    "variant, dtype",
-    selected_and_slow(dict.fromkeys([*each_family(VARIANTS, DTYPES), *sorted(SELECTED, key=str)]), SELECTED),
-)
+@pytest.mark.parametrize("variant, dtype", each_family(VARIANTS, DTYPES))
 def test_every_family(tiny, tmp_path, variant, dtype):
-    check(tiny(variant), variant, tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
+    check(tiny(variant), tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
 
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "schedule, placement, overlap, cpu_attention",
-    selected_and_slow(
-        itertools.product(("row", "zigzag"), PLACEMENTS, (True, False), (True, False)),
-        SELECTED_PLACES,
-        of=2,
-    ),
+    share(itertools.product(("row", "zigzag"), PLACEMENTS, (True, False), (True, False)), 2),
 )
 def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_attention):
     settings = dict(schedule=schedule, overlap=overlap, cpu_attention=cpu_attention)
     if PLACEMENTS[placement] is not None:
         settings["policy"] = PLACEMENTS[placement]
-    asked = [*requests(3, 30, 1), *requests(4, 30, 6)]
-    check(tiny("llama"), "llama", tmp_path, asked=asked, **settings)
+    asked = [*requests(3, 30, 1), *requests(4, 30, 6, shared=20)]
+    _, counts = check(tiny("llama"), tmp_path, asked=asked, **settings)
+    if not cpu_attention:  # the host attends to keys that it has waited for
+        costs.check(counts)
 
 
 @pytest.mark.fast(2)
@@ -90,11 +79,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     with Engine.from_pretrained(model.path, device="cpu", precision=precision, offload_dir=tmp_path) as engine:
         expected = [x for result in engine.run(asked) for x in result.prompt_logprobs[1:]]
     settings = {} if placement == "resident" else dict(policy=PLACEMENTS[placement], schedule="zigzag")
-    with cuda_in_host_memory() as device:
+    with cuda_in_host_memory() as device, costs.counted(device) as counts:
         results, _ = run(
             model.path, asked, torch.float16, precision=precision, offload_dir=tmp_path, cpu_attention=False, **settings
         )
     device.check()
+    costs.check(counts)
     scores = [x for result in results for x in result.prompt_logprobs[1:]]
     # Where keys are packed and values selected by them, another selection is a larger step.
     bound = 5e-2 if precision == "4bit-s" else 2e-2
@@ -111,7 +101,7 @@ def test_automatic_plans_of_weights_that_exceed_the_device(tiny, tmp_path, monke
     """The search places weights, cache and hidden states; two runs, the second with what the first has learnt."""
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
     small = MemoryLimits(gpu=120 << 10, cpu=32 * MIB, disk=256 * MIB)
-    _, record = check(tiny("opt"), "opt", tmp_path, limits=small)
+    record, _ = check(tiny("opt"), tmp_path, limits=small)
     assert record["achieved_placement"]["weights"]["gpu"] < 1 and record["predicted_latency_s"] > 0
     assert record["bytes"]["cpu_to_gpu"]["weights"] > 0
 
@@ -171,16 +161,20 @@ def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
     device.check()
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("placement", ["resident", "host"])
-@pytest.mark.parametrize("number", [3, 40, 170])
+@pytest.mark.fast(3)
+@pytest.mark.parametrize(
+    "placement, number",
+    [("graphs", 5), ("graphs", 60), ("resident", 3), ("resident", 170), ("host", 3), ("host", 40)],
+)
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
-    model, asked = tiny("llama"), requests(6)
+    """In an operation the batches are halved; in a capture the graphs end."""
+    model, asked = tiny("llama"), requests(6, new=4)
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    settings = {} if placement == "resident" else dict(policy=HOST, schedule="zigzag", cpu_attention=False)
+    settings = {"limits": ROOMY if placement == "graphs" else LIMITS, "offload_dir": tmp_path}
+    settings |= dict(policy=HOST, schedule="zigzag", cpu_attention=False) if placement == "host" else {}
     with (
         cuda_in_host_memory() as device,
-        Engine.from_pretrained(model.path, device="cuda", limits=LIMITS, offload_dir=tmp_path, **settings) as engine,
+        Engine.from_pretrained(model.path, device="cuda", **settings) as engine,
     ):
         device.memory[0].failing = {device.memory[0].num_allocations + number}
         results = engine.run(asked)

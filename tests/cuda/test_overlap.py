@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import llama_config
 UNIT_BYTES = 1 << 17
 WEIGHTS, CACHES = Policy(2, 4, 0, 1, 1, 0, 1, 0), Policy(2, 4, 1, 0, 0, 1, 1, 0)
 BOTH = Policy(2, 4, 0, 1, 0, 1, 1, 0)
-RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
+RATIOS = (0.25, 1.0, 4.0)
 BOUND = 1.05
 LIMITS = MemoryLimits(gpu=256 * MIB, cpu=128 * MIB, disk=256 * MIB)  # all of the weights may stay on the device
 LAYERS = 24  # half of those of OPT-30B: between two passes the device waits for the sampled tokens

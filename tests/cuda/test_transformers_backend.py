@@ -11,8 +11,9 @@ import torch
 from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run, selected_and_slow
+from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run
 from tests.helpers.backend_models import saved
+from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
 
 # Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with experts, chunks with
@@ -22,16 +23,10 @@ CLASSES = (
     "Qwen3_5ForCausalLM",
 )  # fmt: skip
 WITH_EXPERTS = ("GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM")
-SELECTED = {
-    ("CohereForCausalLM", "resident"), ("GptOssForCausalLM", "thirds"), ("DeepseekV3ForCausalLM", "disk"),
-    ("Llama4ForCausalLM", "resident"), ("Gemma3nForCausalLM", "thirds"), ("Qwen3_5ForCausalLM", "disk"),
-}  # fmt: skip
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("name", "placement"), selected_and_slow(itertools.product(CLASSES, PLACEMENTS), SELECTED, of=3)
-)
+@pytest.mark.parametrize(("name", "placement"), share(itertools.product(CLASSES, PLACEMENTS), 2))
 def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, placement, tmp_path):
     """Their values are those of the class itself; no race, no pageable copy.
 

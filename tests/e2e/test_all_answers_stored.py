@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forks import python
+from tests.helpers.real_runs import flexgen_helm
 from tests.helpers.tiny_models import TinyModel
 
 RUN = """
@@ -22,34 +20,29 @@ print(json.dumps([code, list(sys.modules)]))
 ENGINE = {"torch", "flexgen_helm.engine.engine", "flexgen_helm.engine.opening"}
 
 
-def modules_of(place: Path, start: Sequence[str], *arguments: str) -> list[str]:
+def modules_of(folder: Path, instances: str, start: Sequence[str] | None = None) -> list[str]:
     """Run a suite; return the modules that were imported, in order."""
-    variables = {"FLEXGEN_HELM_MODELS": str(place / "models.yaml"), "FLEXGEN_HELM_HOME": str(place / "home"),
-                 "HF_HUB_OFFLINE": "1"}  # fmt: skip
-    done = subprocess.run(
-        [*start, "-c", RUN, *arguments], cwd=place, env={**os.environ, **variables}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    done = flexgen_helm(folder, instances, program=RUN, start=start)
     assert done.returncode == 0, done.stderr
     code, modules = json.loads(done.stdout.splitlines()[-1])
     assert code == 0, done.stderr
     return list(modules)
 
 
-def record(place: Path) -> dict[str, Any]:
-    (path,) = (place / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+def record(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
     return dict(json.loads(path.read_text()))
 
 
 def test_only_a_new_request_imports_the_engine(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(json.dumps({"tiny": {"path": str(tiny("llama").path), "device": "cpu"}}))
-    modules_of(tmp_path, python("all"), "3")
+    modules_of(tmp_path, "3")
     first = record(tmp_path)
 
-    stored = modules_of(tmp_path, (sys.executable,), "3")
+    stored = modules_of(tmp_path, "3", (sys.executable,))
     assert not ENGINE & {*stored} and "sklearn" in stored
     assert first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
 
-    new = modules_of(tmp_path, (sys.executable,), "5")
+    new = modules_of(tmp_path, "5", (sys.executable,))
     assert {*new} >= ENGINE
     assert 0 < record(tmp_path)["num_reused"] < record(tmp_path)["workload"]["num_unique"]

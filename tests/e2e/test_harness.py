@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ import pytest
 from flexgen_helm.scenarios import lambada, wikitext
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.data_sets import rolling_logprob, write_data
-from tests.helpers.forks import python
 from tests.helpers.helm_runs import figures
 from tests.helpers.paths import DATA
+from tests.helpers.real_runs import run_suite
 from tests.helpers.shares import IS_WHOLE, share_of
 
 REFERENCE: dict[str, Any] = json.loads((DATA / "lm_eval_reference.json").read_text())
@@ -51,17 +49,9 @@ def runs(
     """One `flexgen-helm run` over them, with a response cache of its own."""
     folder = tmp_path_factory.mktemp("accuracy")
     (folder / "models.yaml").write_text(json.dumps({"wheel": {"path": str(wheel_model)}}))
-    variables = {
-        "FLEXGEN_HELM_DATA": str(write_data(folder / "data", *data)),
-        "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
-        "FLEXGEN_HELM_HOME": str(folder / "home"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [*python("all"), "-c", main, "run", "-r", *RUNS.values(), "-m", str(len(data[0])), "--suite", "s"]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {name: folder / "benchmark_output/runs/s" / run.replace("/", "_") for name, run in RUNS.items()}
+    write_data(folder / "data", *data)
+    suite = run_suite(folder, *RUNS.values(), instances=len(data[0]))
+    return {name: suite / run.replace("/", "_") for name, run in RUNS.items()}
 
 
 def by_document(folder: Path, name: str) -> list[float]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sqlite3
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +19,7 @@ from flexgen_helm.plugin.registration import CLIENT_CLASS
 from flexgen_helm.scenarios import lambada
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import ENTRIES, MODEL, Place, stats_of
-from tests.helpers.paths import ROOT
+from tests.helpers.real_runs import flexgen_helm
 from tests.helpers.tiny_models import TinyModel
 
 REQUESTS = 6 + 12  # of six instances: one request each, and one for each of two answers
@@ -53,11 +51,10 @@ def test_a_plain_run_batches_and_reports(plain: Place) -> None:
     assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
 
 
-@pytest.mark.parametrize("kind", ["run", "suite"])
-def test_every_prompt_is_encoded_once(kind: str, tmp_path: Path) -> None:
+def test_every_prompt_is_encoded_once(tmp_path: Path) -> None:
     """Though HELM fits it to the window and counts its tokens, and both passes of a suite make it."""
     place = Place(tmp_path)
-    place.run(kind)
+    place.run("suite")
     encodings = place.encodings()
     prompts = {
         state["request"]["prompt"]
@@ -78,11 +75,9 @@ def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["lab/mine", "flexgen/mine"])
-def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_the_user_needs_only_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LAMBADA asks for the window service and the tokenizer that the entry leaves open."""
+    name = "lab/mine"
     (tmp_path / lambada.FILE).write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     place = Place(tmp_path)
@@ -93,35 +88,11 @@ def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
     assert path.read_text() == before
 
 
-PRECISION = """
-import sys
-from tests.helpers import fake_engine
-from flexgen_helm.cli import main
-fake_engine.install()
-sys.exit(main(["run", "--precision", *sys.argv[1:]]))
-"""
-
-
 def run_in(place: Place, precision: str, name: str, expect: int) -> str:
-    """`flexgen-helm run --precision`; the name of its one model may be any."""
-    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "FAKE_LOG": str(place.log), "HF_HUB_OFFLINE": "1",
-                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml"),
-                 "PYTHONPATH": str(ROOT)}  # fmt: skip
-    command = [
-        *python("all"),
-        "-c",
-        PRECISION,
-        precision,
-        "-r",
-        f"simple_mcqa:model={name}",
-        "-m",
-        "2",
-        "--suite",
-        "s",
-    ]
-    done = subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert done.returncode == expect, done.stderr
-    return done.stderr
+    """Run a model of the folder's `models.yaml` in a precision."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXGEN_HELM_MODELS", str(place.folder / "models.yaml"))
+        return place.run("suite", "--precision", precision, entries=[f"simple_mcqa:model={name}"], expect=expect)
 
 
 @pytest.mark.parametrize(
@@ -300,30 +271,13 @@ def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
     assert "has 4,097 tokens, which leaves no prompt beside an answer of 4,205" in output.splitlines()[-1]
 
 
-CLI = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-
-
-def command_line(place: Place, *arguments: str, models: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """`flexgen-helm run` on the real engine."""
-    (place.folder / "models.yaml").write_text(yaml.safe_dump(models))
-    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "HF_HUB_OFFLINE": "1",
-                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml")}  # fmt: skip
-    command = [*python("all"), "-c", CLI, "run", *arguments, "-m", "2", "--suite", "s"]
-    return subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
-
-
 def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    entries = ["simple_mcqa:model=flexgen/good", "simple_mcqa_scored:model=flexgen/good"]
+    """Of a model's own arguments: a model that can be run is run beside one that cannot."""
+    entries = ["simple_mcqa:model=flexgen/good", "simple_mcqa_scored:model=flexgen/bad"]
     path = str(tiny("llama-untied-biases").path)
-    done = command_line(Place(tmp_path), "-r", *entries, "--policy", "nonsense", models={"good": path})
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
-    assert done.returncode == 2, done.stderr
-    assert line.startswith("flexgen-helm: --policy 'nonsense' is not of the form")
-
-    # A model that can be run is run beside one that cannot.
-    entries[1] = "simple_mcqa_scored:model=flexgen/bad"
     models = {"good": path, "bad": {"path": path, "policy": "nonsense"}}
-    done = command_line(Place(tmp_path), "-r", *entries, models=models)
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(models))
+    done = flexgen_helm(tmp_path, "run", "-r", *entries, "-m", "2", "--suite", "s")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
     assert done.returncode == 2, done.stderr
     assert line.startswith("flexgen-helm: simple_mcqa_scored:model=flexgen_bad: --policy 'nonsense'")
@@ -344,22 +298,19 @@ def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
     assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]
 
 
-def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path: Path) -> None:
+def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody answers there
     place = Place(tmp_path)
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody answers there
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in proxy.items():
-            patch.setenv(name, value)
-        output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
+    output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
     said = output.splitlines()[-1]
     assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
     assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
     assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
     # The files of a perturbation belong elsewhere.
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in proxy.items():
-            patch.setenv(name, value)
-        output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=2)
+    output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=2)
     assert "Copy it into benchmark_output/perturbations" in output.splitlines()[-1]
     # What a run that fails now left in an earlier call is not shown as this call's.
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,16 +12,12 @@ import pytest
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.report.scores import read_scores
-from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scenarios import lambada, wikitext
-from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
-from tests.helpers.forks import python
 from tests.helpers.helm_runs import MODEL, Place, figures
 from tests.helpers.paths import ROOT
+from tests.helpers.real_runs import run_suite
 from tests.helpers.tiny_models import TinyModel
-
-PREFIX = 2  # of the fake tokenizer, whose tokens are characters
 
 
 def expected_wikitext(
@@ -45,11 +39,6 @@ def expected_wikitext(
 # ---- on the fake engine ----
 
 
-def fake_score(ids: list[int]) -> list[float]:
-    scored = fake_engine.answer(GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True))
-    return [0.0 if logprob is None else logprob for logprob in scored.prompt_logprobs or ()]
-
-
 @pytest.fixture(scope="module")
 def suite(fake_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """All entries in one `flexgen-helm run`."""
@@ -60,36 +49,6 @@ def suite(fake_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def folder_of(place: Place, entry: str) -> Path:
     return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
-
-
-@pytest.mark.slow
-def test_a_suite_equals_plain_runs_whatever_the_number_of_threads(suite: Place, tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    place.run("run", "-n", "1", entries=FAKE_ENTRIES)
-    assert place.results() == suite.results()
-    assert len(place.results()) == len(FAKE_ENTRIES)
-
-
-def test_wikitext_is_scored_by_the_definition(suite: Place) -> None:
-    for entry, length in ((FAKE_ENTRIES[2], wikitext.MAX_LENGTH), (FAKE_ENTRIES[3], 50)):
-        found = figures(folder_of(suite, entry))
-        expected = expected_wikitext(PAGES, lambda text: list(map(ord, text)), PREFIX, length, fake_score)
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-9)
-        assert found["perplexity"] == found["token_perplexity"]
-        assert found["num_instances"] == len(PAGES)
-    short, long = (figures(folder_of(suite, entry))["word_perplexity"] for entry in FAKE_ENTRIES[2:])
-    assert short != pytest.approx(long, rel=1e-6)  # the windows matter
-
-
-def test_lambada_is_scored_by_the_definition(suite: Place) -> None:
-    losses = []
-    for passage in FAKE_PASSAGES:
-        context, target = lambada.split_passage(passage)
-        losses.append(-sum(fake_score(list(map(ord, passage)))[len(context) :]))
-    found = figures(folder_of(suite, FAKE_ENTRIES[1]))
-    assert found["target_perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-9)
-    assert found["perplexity"] == found["target_perplexity"]
-    assert figures(folder_of(suite, FAKE_ENTRIES[0]))["exact_match"] == 0.0  # the fake knows no 'w'
 
 
 def test_every_instance_has_its_sums_for_paired_comparisons(suite: Place) -> None:
@@ -164,19 +123,12 @@ def test_figures_of_a_real_engine_are_those_of_transformers(tiny: Callable[[str]
         return [0.0, *(logprobs[i, token].item() for i, token in enumerate(ids[1:]))]
 
     passages = tiny_passages(model, encode, tokenizer.decode)
-    data = write_data(tmp_path / "data", passages, PAGES)
+    write_data(tmp_path / "data", passages, PAGES)
     (tmp_path / "models.yaml").write_text(json.dumps({"tiny": {"path": str(model.path)}}))
-    variables = {"FLEXGEN_HELM_DATA": str(data), "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"),
-                 "FLEXGEN_HELM_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     runs = ["lambada:mode=accuracy,model=flexgen/tiny", "lambada:mode=perplexity,model=flexgen/tiny",
             "wikitext:model=flexgen/tiny"]  # fmt: skip
-    main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [*python("all"), "-c", main, "run", "-r", *runs, "-m", "100", "--suite", "s"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    accuracy, perplexity, pages = (
-        figures(tmp_path / "benchmark_output" / "runs" / "s" / run.replace("/", "_")) for run in runs
-    )
+    suite = run_suite(tmp_path, *runs, instances=100)
+    accuracy, perplexity, pages = (figures(suite / run.replace("/", "_")) for run in runs)
 
     hits, losses = 0, []
     for passage in passages:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML
 from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
-from tests.helpers.forks import python
+from tests.helpers.real_runs import flexgen_helm, run_suite
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 GENERATED = ("simple_classification", "lambada:mode=accuracy")
@@ -39,25 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def command(folder: Path) -> Command:
-    variables = {"FLEXGEN_HELM_DATA": str(folder / "data"), "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
-                 "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
-
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-        return subprocess.run(
-            [*python("all"), "-c", main, *arguments],
-            cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True,
-        )  # fmt: skip
-
-    return command
+    return partial(flexgen_helm, folder)
 
 
 @pytest.fixture(scope="module")
-def suite(folder: Path, command: Command) -> Path:
+def suite(folder: Path) -> Path:
     entries = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in (*GENERATED, *SCORED)]
-    done = command("run", "--precision", "fp16,8bit", "-r", *entries, "-m", "5", "--suite", "s")
-    assert done.returncode == 0, done.stderr
-    return folder / "benchmark_output" / "runs" / "s"
+    return run_suite(folder, *entries, instances=5, more=("--precision", "fp16,8bit"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.tokenizer.thinking import FORCED_END
 from tests.helpers.chat_models import add_template
 
@@ -18,26 +18,6 @@ CHAT = [{"role": "user", "content": "the quick"}]
 def folder(tiny, tmp_path_factory):
     """A tiny model whose tokenizer has a template."""
     return add_template(tiny("llama").path, tmp_path_factory.mktemp("chat") / "model")
-
-
-def test_messages_and_prompts_are_rendered_as_asked(tiny, folder):
-    plain, chat = GenerationRequest(prompt="the quick", max_tokens=4), GenerationRequest(messages=CHAT, max_tokens=4)
-    scored = GenerationRequest(prompt="the quick", max_tokens=0, echo_logprobs=True)
-    with Engine.from_pretrained(folder) as engine:
-        text = engine.tokenizer.encode("[user] the quick\n[assistant] ")
-        as_asked = engine.run([plain, chat, scored])
-    with Engine.from_pretrained(folder, apply_chat_template="auto") as engine:
-        rendered = engine.run([plain, chat, scored])
-    assert list(as_asked[1].prompt_token_ids) == text
-    assert as_asked[0].prompt_token_ids == as_asked[2].prompt_token_ids != as_asked[1].prompt_token_ids
-    assert rendered[0].prompt_token_ids == rendered[1].prompt_token_ids == as_asked[1].prompt_token_ids
-    assert rendered[1].completions[0].token_ids == as_asked[1].completions[0].token_ids
-    assert rendered[2].prompt_logprobs[1:] == pytest.approx(
-        as_asked[2].prompt_logprobs[1:], rel=1e-4
-    )  # a score is of the text itself
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        (refused,) = engine.run([chat])
-    assert isinstance(refused.error, RequestError) and "no chat template" in str(refused.error)
 
 
 def test_a_template_that_is_missing_is_refused_before_weights_are_loaded(tiny):

@@ -42,23 +42,24 @@ def requests(count=5, **settings):
     return [GenerationRequest(prompt_token_ids=prompt, max_tokens=12, **settings) for prompt in ids]
 
 
-def generate(folder, request, **changes):
+def generate(model, request):
     """The tokens that `generate` of transformers returns in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([request.prompt_token_ids])
-    drawn = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, pad_token_id=0, **changes
-    )
+    drawn = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, pad_token_id=0)
     tokens = drawn[0, ids.shape[1] :].tolist()
     return [*takewhile(lambda token: token not in ENDS, tokens)]
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("settings", GREEDY, ids=lambda settings: "-".join(settings))
+@pytest.mark.parametrize(
+    "settings, name",
+    [*((settings, "generation_config.json") for settings in GREEDY), (GREEDY[0], "config.json")],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_greedy_tokens_equal_those_of_generate(folder_with, settings, name):
+    from transformers import AutoModelForCausalLM
+
     folder, asked = folder_with(settings, name), requests()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with Engine.from_pretrained(folder, device="cpu", precision="fp16") as engine:
         engine.share_every_beginning()
         results = engine.run(asked)
@@ -67,7 +68,7 @@ def test_greedy_tokens_equal_those_of_generate(folder_with, settings, name):
         plain = engine.run(asked)
         assert engine.last_run["generation_config"] == {"applied": {}, "ignored": settings}
     for request, result in zip(asked, results, strict=True):
-        assert result.error is None and [*result.completions[0].token_ids] == generate(folder, request)
+        assert result.error is None and [*result.completions[0].token_ids] == generate(model, request)
     changed = [result.completions[0].token_ids != one.completions[0].token_ids for result, one in zip(results, plain)]
     assert any(changed)
     for result, one in zip(results, plain):  # log-probabilities stay those of the model
@@ -108,13 +109,13 @@ REFUSED_VALUES = {"num_beams": 4, "watermarking_config": {"bias": 2.0}, "penalty
                   "cache_implementation": "quantized", "is_assistant": True, "token_healing": True}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "setting_of_tomorrow"])
-def test_what_is_not_applied_is_refused_by_name(folder_with, name):
-    folder = folder_with({name: REFUSED_VALUES.get(name, [3])})
-    message = rf"generation_config.json sets {name} to .*--generation-config ignore"
-    with pytest.raises(CheckpointError, match=message):
-        Engine.from_pretrained(folder, device="cpu")
-    assert name in read_generation_settings(folder, "ignore").ignored
+def test_what_is_not_applied_is_refused_by_name(folder_with):
+    for name in (*REFUSED, "setting_of_tomorrow"):
+        folder = folder_with({name: REFUSED_VALUES.get(name, [3])})
+        message = rf"generation_config.json sets {name} to .*--generation-config ignore"
+        with pytest.raises(CheckpointError, match=message):
+            Engine.from_pretrained(folder, device="cpu")
+        assert name in read_generation_settings(folder, "ignore").ignored
 
 
 @pytest.mark.parametrize(

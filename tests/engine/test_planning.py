@@ -67,8 +67,7 @@ def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(tiny,
     assert search(problem).prediction.feasible
 
 
-@pytest.mark.parametrize("new", [0, 1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("new, temperature", [(0, 0.8), (1, 0.0), (3, 0.8)])
 def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, monkeypatch, new, temperature):
     """The workload of a prediction has the prompt tokens that the run computed, whatever shares them."""
     predicted = []
@@ -84,8 +83,7 @@ def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, mon
     assert workload.computed * workload.num_sequences == pytest.approx(computed + not_fed)
 
 
-@pytest.mark.parametrize("new, completions", [(0, 1), (1, 3), (5, 1)])
-@pytest.mark.parametrize("schedule", ["zigzag", "row"])
+@pytest.mark.parametrize("new, completions, schedule", [(0, 1, "row"), (1, 3, "zigzag"), (5, 1, "row")])
 def test_no_run_is_predicted_to_be_faster_than_its_roofline(tiny, monkeypatch, new, completions, schedule):
     """Also where another program has slowed the product that is measured when a run begins."""
     monkeypatch.setattr(run_record, "matmul_flops", lambda *_: 1e6)
@@ -152,25 +150,34 @@ def test_rates_move_towards_what_was_measured(wrong, policy):
         assert getattr(learner.hardware, share) == pytest.approx(getattr(truth, share), rel=0.2)
 
 
-def quick_profile(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A quick profile of this machine, and the folder in which it was measured."""
+    folder = tmp_path_factory.mktemp("profile")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_FILE_BYTES": 64 << 20, "_ROWS": (1, 64, 256), "_WIDTH": 256}.items():
+            patch.setattr(profiler, name, value)
+        return machine_profile.measure(folder), folder
+
+
+@pytest.fixture
+def measured(first, tmp_path, monkeypatch):
+    """The profiles that are measured in a new home: the first one, and the same by other names."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(profiler, "_FILE_BYTES", 64 << 20)
-    monkeypatch.setattr(profiler, "_ROWS", (1, 64, 256))
-    monkeypatch.setattr(profiler, "_WIDTH", 256)
+    profiles = []
 
-
-def test_this_machine_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_profile, "busy_share", lambda: 0.0)
-    quick_profile(tmp_path, monkeypatch)
-    honest, measured = machine_profile.measure, []
-
-    def measure(folder):  # later ones need not be of this moment
-        measured.append(honest(folder) if not measured else measured[0])
-        return measured[-1]
+    def measure(folder):
+        profiles.append(replace(first[0], name=f"{first[0].name}{len(profiles) or ''}"))
+        return profiles[-1]
 
     monkeypatch.setattr(machine_profile, "measure", measure)
+    return profiles
+
+
+def test_this_machine_is_measured_once(first, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_profile, "busy_share", lambda: 0.0)
     found = machine_profile.measured_profile()
-    assert len(measured) == 1 and not list((tmp_path / "offload").iterdir())
+    assert len(measured) == 1 and not list(first[1].iterdir())
     assert found.cpu.matmul_flops["float32"].best > 1e8 and found.disk.read_bytes_s > 1e6
     assert 0.5 <= found.disk.duplex <= 1 and 0 <= found.overlap <= 1
     assert machine_profile.measured_profile() == found and len(measured) == 1
@@ -183,18 +190,8 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     assert len(measured) == 3
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
-def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, tmp_path, monkeypatch, caplog):
-    quick_profile(tmp_path, monkeypatch)
-    measured = []
-    honest = machine_profile.measure
-
-    def measure(folder):  # a second one has another name, and need not be of this moment
-        measured.append(replace(measured[0], name="again") if measured else honest(folder))
-        return measured[-1]
-
-    monkeypatch.setattr(machine_profile, "measure", measure)
+def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, measured, monkeypatch, caplog):
     readings = iter(shares)
     monkeypatch.setattr(machine_profile, "busy_share", lambda: next(readings))
     first = machine_profile.measured_profile()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest
+from flexgen_helm.hardware.process_state import exact_products
 from tests.helpers.parity import assert_equals_reference
 
 REQUEST = GenerationRequest(prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True)
@@ -52,6 +54,19 @@ def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
         assert_equals_reference(model, REQUEST.prompt_token_ids, REQUEST, result)
 
 
+def test_engines_in_threads_of_their_own_keep_products_exact_until_the_last_one_ends():
+    """Neither ends a setting under which another one computes, in whatever order they end."""
+    settings = torch.get_float32_matmul_precision, torch.get_default_dtype
+    with STATES["medium"](), STATES["bfloat16"]():
+        first, second = exact_products(), exact_products()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(first.__enter__).result()
+            with second:
+                thread.submit(first.__exit__, None, None, None).result()
+                assert [get() for get in settings] == ["highest", torch.float32]
+            assert [get() for get in settings] == ["medium", torch.bfloat16]
+
+
 def test_a_forked_child_is_refused_by_name(tiny):
     with Engine.from_pretrained(tiny("llama").path) as engine:
         if (child := os.fork()) == 0:
@@ -63,6 +78,7 @@ def test_a_forked_child_is_refused_by_name(tiny):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("variables", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "TRUE"}])
 def test_products_are_right_where_onednns_are_not(variables):
     """OpenMP gives fewer threads than PyTorch asks for."""

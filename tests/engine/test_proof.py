@@ -32,7 +32,6 @@ of_tested_releases = pytest.mark.skipif(
     or torch.__version__.partition("+")[0] not in TESTED["torch"],
     reason="the table is of other releases",
 )
-FAST = ("GraniteMoeForCausalLM", "Qwen3_5ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM")
 
 
 @pytest.fixture
@@ -56,9 +55,11 @@ def is_in_the_table(content):
 
 
 @of_tested_releases
-@pytest.mark.parametrize("name", FAST)
-def test_the_table_has_classes_of_transformers(name):
-    assert is_in_the_table(backend_content(name)), "models/ or transformers has changed: make proofs"
+def test_the_table_has_classes_of_transformers():
+    """Some of them: `test_the_table_has_every_class` is slow."""
+    names = ("GraniteMoeForCausalLM", "Qwen3_5ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM")
+    missing = [name for name in names if not is_in_the_table(backend_content(name))]
+    assert not missing, "models/ or transformers has changed: make proofs"
 
 
 @of_tested_releases
@@ -146,7 +147,7 @@ def without_mask(monkeypatch):
     monkeypatch.setattr(interfaces, "_mask", lambda **given: interfaces.Mask())
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("take_away", "name"),
     [

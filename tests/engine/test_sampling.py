@@ -36,7 +36,7 @@ def test_the_chi_square_test_would_notice_the_wrong_temperature():
     assert stats.chisquare(np.bincount(draws(1.3, 1.0), minlength=6), expected * 4000).pvalue < 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_row_is_drawn_as_a_slow_direct_formula_draws_it(data):
     """Any mixture of greedy, forced, tempered and nucleus rows; ties and tiny nuclei as well."""
@@ -141,9 +141,3 @@ def test_a_sample_does_not_depend_on_its_batch(tiny):
     assert ids == [c.token_ids for c in together.completions]
     assert ids != [c.token_ids for c in other_seed.completions]
     assert len(set(ids)) == 3
-
-
-def test_at_temperature_zero_all_completions_are_one(tiny):
-    with Engine.from_pretrained(tiny("opt").path) as engine:
-        result = engine.run([GenerationRequest(prompt_token_ids=[7, 8, 9], max_tokens=5, n=4)])[0]
-    assert len(result.completions) == 4 and len(set(result.completions)) == 1

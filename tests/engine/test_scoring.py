@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
@@ -88,7 +88,7 @@ def test_ids_of_any_kind_score_as_in_transformers(tiny, variant):
     with Engine.from_pretrained(model.path) as engine:
         engine.share_every_beginning()
 
-        @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=15)
         @given(st.lists(pair, min_size=1, max_size=6))
         def check(drawn):
             pairs = []

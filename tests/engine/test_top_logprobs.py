@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
@@ -55,7 +55,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(asked=st.lists(requests, min_size=1, max_size=6))
 def test_they_equal_those_of_transformers(engine, tiny, asked):
     for request, result in zip(asked, engine.run(asked)):

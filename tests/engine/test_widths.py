@@ -19,7 +19,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel, config_like_llama, save_random
 
 FAMILIES = "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "Gemma2Config"
-CASES, PROMPTS, NEW_TOKENS = 40, 6, 6
+PROMPTS, NEW_TOKENS = 6, 6
 
 
 def drawn_config(seed: int):
@@ -55,9 +55,8 @@ def compare(folder: Path, first: int, last: int) -> None:
         print(seed)
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("loops", ["1", "0"])
-@pytest.mark.parametrize("first", range(0, CASES, 10))
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("first, loops", [(0, "1"), (10, "0"), (20, "1"), (30, "0")])
 def test_drawn_widths_equal_transformers(tmp_path: Path, loops: str, first: int) -> None:
     """In new processes, whose freed memory has other bytes: what reads or writes there is seen."""
     call = f"compare(Path({str(tmp_path)!r}), {first}, {first + 10})"

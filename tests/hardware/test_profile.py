@@ -74,6 +74,12 @@ def test_no_shipped_rate_exceeds_the_data_sheet(name):
         (lambda d: d["disk"].update(read_bytes_s=-1), "at least 0"),
         (lambda d: d["disk"].update(read_bytes_s=0), "more than 0"),
         (lambda d: d["disk"].update(read_bytes_s="fast"), "a number"),
+        (lambda d: d.update(overlap=5), "overlap: a number from 0 to 1 is expected"),
+        (lambda d: d["link"].update(duplex=1.5), "duplex: a number from 0 to 1 is expected"),
+        (lambda d: d["disk"].update(bytes=10**400), "at least 0"),
+        (lambda d: d["gpu"].update(memory_bytes=0.5), "more than 0"),
+        (lambda d: d.update(sources=[]), "sources"),
+        (lambda d: d.update(name=None), "name"),
         (lambda d: d["cpu"].update(matmul_flops={"float32": [[4, 1], [1, 1]]}), "by type are expected"),
         (lambda d: d.update(link=None), "both a gpu and a link"),
     ],
@@ -93,6 +99,9 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UsageError, match="no JSON"):
         load_profile(str(tmp_path / "broken.json"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xff\xfe")
+    with pytest.raises(UsageError, match="it is no text"):
+        load_profile(str(tmp_path / "model.gguf"))
 
 
 def test_products_run_in_the_faster_of_16_bits_and_float32():

@@ -138,7 +138,7 @@ def test_results_become_the_body_of_a_chat():
     first, second = RESULT.completions
     tops = replace(first, top_logprobs=(((7, -0.5), (5, -1.5)), ((8, -0.25), (6, -2.5))))
     body = body_of(CHAT, replace(RESULT, completions=(tops, second)), logprobs=True, top_logprobs=2, n=2)
-    others = [
+    seconds = [
         {"token": "the", "logprob": -1.5, "bytes": [*b"the"]},
         {"token": " quick", "logprob": -2.5, "bytes": [*b" quick"]},
     ]
@@ -148,7 +148,9 @@ def test_results_become_the_body_of_a_chat():
     assert body["choices"][0] == {
         "index": 0,
         "message": {"role": "assistant", "content": " fox.", "refusal": None},
-        "logprobs": {"content": [{**fox, "top_logprobs": [fox, others[0]]}, {**dot, "top_logprobs": [dot, others[1]]}]},
+        "logprobs": {
+            "content": [{**fox, "top_logprobs": [fox, seconds[0]]}, {**dot, "top_logprobs": [dot, seconds[1]]}]
+        },
         "finish_reason": "stop",
     }
     assert body["choices"][1]["logprobs"] == {"content": []}
@@ -188,14 +190,11 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         (TEXT, [], "body is []"),
         (TEXT, {}, "prompt is None"),
         (TEXT, {"prompt": []}, "prompt is []"),
-        (TEXT, {"prompt": [[]]}, "prompt is [[]]"),
         (TEXT, {"prompt": [True]}, "prompt is"),
         (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
         (TEXT, {"prompt": "x", "max_tokenz": 1}, "by /v1/completions; did you mean max_tokens? known are model"),
-        (TEXT, {"prompt": "x", "colour": 1}, "'colour' is not supported by /v1/completions; known are model"),
         (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),
         (TEXT, {"prompt": "x", "n": 10**30}, "n is 1000"),
-        (TEXT, {"prompt": "x", "n": 10_001}, "from 1 to 10,000"),
         (TEXT, {"prompt": "x", "n": True}, "n is True"),
         (TEXT, {"prompt": "x", "max_tokens": "4"}, "max_tokens is '4'"),
         (TEXT, {"prompt": "x", "temperature": math.nan}, "temperature is nan"),
@@ -206,11 +205,9 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs is True"),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
         (TEXT, {"prompt": "x", "best_of": 3}, "best_of is 3"),
-        (TEXT, {"prompt": "x", "stream": True}, "stream is True"),
         (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty is 0.5"),
         (CHAT, {"prompt": "x"}, "'prompt' is not supported by /v1/chat/completions"),
         (CHAT, {"messages": []}, "messages is []"),
-        (CHAT, {"messages": ["hello"]}, "messages.0 is 'hello'"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0 has no content"),
         (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": []}]}, "messages.0 has 'tool_calls'"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs needs logprobs"),

@@ -22,6 +22,8 @@ from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.placement import UNLIMITED
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
+from tests.helpers.model_table import rewrite
+from tests.helpers.parity import differences
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 
@@ -85,12 +87,18 @@ def _declares(name: str) -> bool:
     return "_supports_attention_backend = True" in text
 
 
-def saved(name: str, folder: Path) -> Any:
-    """Save a tiny random model; return it in float32, with the same values."""
-    torch.manual_seed(0)
+def tiny_model_config(name: str, **changes: Any) -> Any:
+    """A tiny config of the class, of its text model if it is one of several parts and not itself listed so."""
     config = tiny_config(name)
-    if name in causal_classes() and name not in MULTI_PART_CLASSES:
-        config = config.get_text_config()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config.get_text_config() if name in causal_classes() and name not in MULTI_PART_CLASSES else config
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Any:
+    """Save a tiny random model, with changes of its config; return it in float32, with the same values."""
+    torch.manual_seed(0)
+    config = tiny_model_config(name, **changes)
     model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():  # buffers that checkpoints have, too
@@ -109,23 +117,18 @@ def requests() -> list[GenerationRequest]:
         [*begin, *(draw.randrange(3, 60) for _ in range(length))]
         for begin, length in zip(beginnings, (1, 7, 50, 3, 4), strict=True)
     ]
-    return [
-        GenerationRequest(prompt_token_ids=own, max_tokens=4, echo_logprobs=True, ignore_eos=True) for own in prompts
-    ]
+    asked = {"max_tokens": 4, "echo_logprobs": True, "ignore_eos": True}
+    return [GenerationRequest(prompt_token_ids=prompt, **asked) for prompt in prompts]
 
 
 def off(model: Any, result: GenerationResult) -> float:
     """The largest difference of a log-probability, of the answers and the prompt if asked for, from the model's own."""
-    assert result.error is None and result.completions, result.error
-    largest = 0.0
-    for completion in result.completions:
-        tokens = torch.tensor([*result.prompt_token_ids, *completion.token_ids])
-        scores = torch.tensor([*(result.prompt_logprobs or ())[1:], *completion.logprobs])
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=tokens[None, :-1]).logits[0].float(), -1)
-        expected = logprobs.gather(1, tokens[1:, None])[len(tokens) - 1 - len(scores) :, 0]
-        largest = max(largest, (expected - scores).abs().max().item())
-    return largest
+            return torch.log_softmax(model(input_ids=torch.tensor([ids[:-1]])).logits[0].float(), -1)
+
+    return torch.tensor([0.0, *differences(logprobs, result.prompt_token_ids, result)]).max().item()
 
 
 def largest_difference(
@@ -159,8 +162,8 @@ def largest_difference(
 def features(config: TransformersConfig) -> str:
     """What distinguishes the model for the engine."""
     found = []
-    others = [name for kind in config.modules.kinds for name, _ in kind.resident]
-    if any(name.endswith("kv_b_proj.weight") for name in others):
+    resident = [name for kind in config.modules.kinds for name, _ in kind.resident]
+    if any(name.endswith("kv_b_proj.weight") for name in resident):
         found.append("latents")
     elif config.num_kv_heads < config.num_heads:
         found.append("grouped keys")
@@ -179,7 +182,7 @@ def features(config: TransformersConfig) -> str:
         found.append("inputs of layers")
     if config.modules.shared_keys:
         found.append("shared keys")
-    if any(name.endswith("sinks") for name in others):
+    if any(name.endswith("sinks") for name in resident):
         found.append("attention sinks")
     return ", ".join(found) or "none of these"
 
@@ -204,6 +207,4 @@ def measure() -> Iterator[tuple[str, str, float]]:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(measure())}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    rewrite(PAGE, BEGIN, END, table(measure()))

@@ -83,7 +83,7 @@ class _Recorder:
         self._ids.setdefault(self.model, {})[tuple(ids)] = None
 
     def take(self) -> dict[str, list[list[int]]]:
-        ids, self._ids = {model: [list(ids) for ids in own] for model, own in self._ids.items()}, {}
+        ids, self._ids = {model: [list(ids) for ids in given] for model, given in self._ids.items()}, {}
         return ids
 
 

@@ -72,8 +72,8 @@ class ChatModel:
 CHAT_MODELS = {
     "base": ChatModel("gpt2", "gpt2", None, applied=False),
     "base with a template": ChatModel("acme--Qwen2.5-0.5B", "qwen2", CHATML, applied=False),
-    "instruct": ChatModel("acme--SmolLM2-135M-Instruct", "smollm2", CHATML),
-    "thinking": ChatModel("acme--Qwen3-0.6B", "qwen3", THINKING, knows_parts=True),
+    "instruct": ChatModel("acme--SmolLM2-135M-Instruct", "qwen2", CHATML),
+    "thinking": ChatModel("acme--Qwen3-0.6B", "qwen2", THINKING, knows_parts=True),
     "without system role": ChatModel("acme--gemma-2-2b-it", "gemma2", NO_SYSTEM, has_system=False, doubles_bos=True),
     "BOS by the tokenizer": ChatModel("acme--llama-3-chat", "llama3", PLAIN_TURNS),
 }

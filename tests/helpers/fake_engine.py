@@ -78,12 +78,12 @@ def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
         state = _draw(state, token)
     completions = []
     for index in range(request.n):
-        own, text, reason = _draw(state, request.seed % 2**32 + index), "", "length"
+        drawn, text, reason = _draw(state, request.seed % 2**32 + index), "", "length"
         logprobs = []
         for _ in range(request.max_tokens):
-            own = _draw(own, 7)
-            text += VOCABULARY[own % len(VOCABULARY)]
-            logprobs.append(_logprob(own))
+            drawn = _draw(drawn, 7)
+            text += VOCABULARY[drawn % len(VOCABULARY)]
+            logprobs.append(_logprob(drawn))
             ends = [text.index(stop) for stop in request.stop if stop in text]
             if ends:
                 text, reason = text[: min(ends)], "stop"
@@ -98,7 +98,7 @@ def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
 
 _NOTHING = {"weights": 0, "cache": 0, "activations": 0}
 # What a report of a suite shows of an engine, beside what each fake says.
-USAGE = {
+USAGE: dict[str, Any] = {
     "bytes": dict.fromkeys(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), _NOTHING),
     "time_s": {"compute": 12.0, "wait": 4.0, "other": 0.5},
     "peak_bytes": {"gpu": 0, "cpu": 2 << 30, "disk": 5 << 30},

@@ -28,11 +28,11 @@ def claims(count: int, margin: float, lost: float, won: float) -> float:
             low, high = (middle, high) if is_rejected else (low, middle - 1)
         return low
 
-    other = {num_lost: most(num_lost) for num_lost in likely(lost)}  # by symmetry, the most won
+    most_won = {num_lost: most(num_lost) for num_lost in likely(lost)}  # by symmetry
     total = 0.0
     for num_won in likely(won):
         limit = most(num_won)
-        both = [num_lost for num_lost in likely(lost) if num_lost <= limit and num_won <= other[num_lost]]
+        both = [num_lost for num_lost in likely(lost) if num_lost <= limit and num_won <= most_won[num_lost]]
         share = lost / (1 - won)
         total += binom.pmf(num_won, count, won) * binom.pmf(both, count - num_won, share).sum()
     return total

@@ -218,14 +218,14 @@ def _ended(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    kind, *others = arguments
+    kind, *rest = arguments
     if kind == "-m":
         sys.path[0] = os.getcwd()
-        sys.argv = others
-        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
     code, sys.argv, sys.path[0] = (
-        (compile(others[0], "<string>", "exec"), ["-c", *others[1:]], "")
+        (compile(rest[0], "<string>", "exec"), ["-c", *rest[1:]], "")
         if kind == "-c"
         else (compile(Path(kind).read_bytes(), kind, "exec"), arguments, str(Path(kind).parent))
     )

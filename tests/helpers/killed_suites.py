@@ -36,7 +36,7 @@ MAX_PENDING = 3  # answers of a transaction: a suite of twenty has several
 class Order:
     """What a process does.
 
-    place: its working folder, with home, log and results.
+    folder: its working folder, with home, log and results.
     model: the folder with pickled weights.
     at: the step at which it is ended, counted from 0; None for the end.
     name: of the steps that are counted; '' for all.
@@ -50,7 +50,7 @@ class Order:
         as they are. Those of the suite's folders are in the file `calls` if the process was given `library`.
     """
 
-    place: str
+    folder: str
     model: str
     at: int | None = None
     name: str = ""
@@ -74,6 +74,20 @@ class Outcome:
     output: str
 
 
+def pickled_model(folder: Path) -> Path:
+    """Save a model that must be converted; HELM's prompts have hundreds of tokens in its tokenizer."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+    save_random(folder, llama_config(max_position_embeddings=2000), seed=1)
+    save_tokenizer(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
 class Suites:
     """The forking process, and orders to it. A context manager. library: of failing_calls.c, compiled."""
 
@@ -87,20 +101,20 @@ class Suites:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(folder / "server").open("w"), cwd=ROOT,
         )  # fmt: skip
 
-    def run(self, place: str, **order: Any) -> Outcome:
-        (self.folder / place).mkdir(exist_ok=True)
+    def run(self, folder: str, **order: Any) -> Outcome:
+        (self.folder / folder).mkdir(exist_ok=True)
         assert self._process.stdin and self._process.stdout
-        print(json.dumps(asdict(Order(str(self.folder / place), str(self.model), **order))),
+        print(json.dumps(asdict(Order(str(self.folder / folder), str(self.model), **order))),
               file=self._process.stdin, flush=True)  # fmt: skip
         answer = self._process.stdout.readline()
         assert answer, (self.folder / "server").read_text()
         return Outcome(**json.loads(answer))
 
-    def results(self, place: str) -> dict[str, Any]:
+    def results(self, folder: str) -> dict[str, Any]:
         """Answers and statistics of all runs without times; log-probabilities to 1e-4, as other batches have others."""
         from tests.helpers.helm_runs import Place
 
-        return rounded(Place(self.folder / place).results())  # type: ignore[no-any-return]
+        return rounded(Place(self.folder / folder).results())  # type: ignore[no-any-return]
 
     def __enter__(self) -> Suites:
         return self
@@ -137,45 +151,45 @@ def _serve() -> None:
 
 
 def _run(order: Order) -> Outcome:
-    place = Path(order.place)
+    folder = Path(order.folder)
     for name in ("steps", "computed", "output", "signalled", "calls"):
-        (place / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     child = os.fork()
     if not child:
-        _be_suite(order, place)
+        _be_suite(order, folder)
     if order.after_s is not None:
         time.sleep(order.after_s)
-        (place / "signalled").write_text(repr(time.time()))
+        (folder / "signalled").write_text(repr(time.time()))
         os.kill(child, order.number)
     _, status = os.waitpid(child, 0)
     ended = time.time()
 
     def read(name: str) -> str:
-        return (place / name).read_text() if (place / name).exists() else ""
+        return (folder / name).read_text() if (folder / name).exists() else ""
 
     since = ended - float(read("signalled") or ended)
     code = os.waitstatus_to_exitcode(status)
     return Outcome(code, since, read("steps").split(), read("computed").split(), read("output"))
 
 
-def _be_suite(order: Order, place: Path) -> None:
+def _be_suite(order: Order, folder: Path) -> None:
     """Be the suite, and end: never returns."""
-    output = os.open(place / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     code = 1
     try:
-        os.chdir(place)
-        (place / "models.yaml").write_text(json.dumps({"tiny": order.model}))
-        os.environ.update(FLEXGEN_HELM_HOME=str(place / "home"), FLEXGEN_HELM_MODELS=str(place / "models.yaml"))
+        os.chdir(folder)
+        (folder / "models.yaml").write_text(json.dumps({"tiny": order.model}))
+        os.environ.update(FLEXGEN_HELM_HOME=str(folder / "home"), FLEXGEN_HELM_MODELS=str(folder / "models.yaml"))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _install_steps(order, place)
+        _install_steps(order, folder)
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         if "failing_calls" in os.environ.get("LD_PRELOAD", ""):
             call, *fault = order.fault or ("", 0, 0, False)
-            texts = [str(place), "home,benchmark_output,prod_env", str(place / "calls"), call]
+            texts = [str(folder), "home,benchmark_output,prod_env", str(folder / "calls"), call]
             ctypes.CDLL(None).arm(*(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:])
         _set_limits(order)
         from flexgen_helm import cli
@@ -205,7 +219,7 @@ def _set_limits(order: Order) -> None:
         resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
 
 
-def _install_steps(order: Order, place: Path) -> None:
+def _install_steps(order: Order, folder: Path) -> None:
     """Count what a suite does, write it down, and end the process at the step that is asked for."""
 
     from flexgen_helm import files, response_cache
@@ -213,7 +227,7 @@ def _install_steps(order: Order, place: Path) -> None:
     from flexgen_helm.engine import executor
 
     count = 0
-    steps, computed = ((place / name).open("a", buffering=1) for name in ("steps", "computed"))
+    steps, computed = ((folder / name).open("a", buffering=1) for name in ("steps", "computed"))
 
     def step(name: str) -> None:
         nonlocal count
@@ -221,7 +235,7 @@ def _install_steps(order: Order, place: Path) -> None:
         if order.name not in ("", name):
             return
         if count == order.at:
-            (place / "signalled").write_text(repr(time.time()))
+            (folder / "signalled").write_text(repr(time.time()))
             os.kill(os.getpid(), order.number)
         count += 1
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Rows = Sequence[Mapping[str, Any]]
 WORDS = ["the", "of", "fox", "to", "in", "a", "is", "that", "dog", "was", "for", "on", "as", "with", "by", "he"]
 LAST_WORD, PAGES, CHOICES, SUMS, TURNS = NAMES = ["last_word", "pages", "choices", "sums", "turns"]
 _MEAN = {"aggregation": "mean", "higher_is_better": True}
@@ -68,25 +66,6 @@ def leave_out_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # what pip has installed: seconds
 
 
-def write_tasks(folder: Path, rows: Mapping[str, Rows], examples: Mapping[str, Rows]) -> Path:
-    """Write the tasks that `rows` has documents for, with `examples` to take few-shot examples from."""
-    folder.mkdir()
-    for name, documents in rows.items():
-        files = {"test": _write_rows(folder / f"{name}.jsonl", documents)}
-        task = {"task": name, **_TASKS[name], "test_split": "test", "dataset_path": "json"}
-        if name in examples:
-            files["dev"] = _write_rows(folder / f"{name}_dev.jsonl", examples[name])
-            task |= {"fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
-        task["dataset_kwargs"] = {"data_files": files, "cache_dir": str(folder / "cache")}
-        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
-    return folder
-
-
-def _write_rows(path: Path, rows: Rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
     """Write all tasks with made-up documents, some longer than a tiny model's window."""
     draw = random.Random(seed)
@@ -100,43 +79,34 @@ def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
     def numbers(_: int) -> dict[str, int]:
         return {"a": draw.randrange(10), "b": draw.randrange(10)}
 
-    rows: dict[str, Rows] = {
+    rows: dict[str, list[Any]] = {
         LAST_WORD: [{"text": text(draw.randint(2, 40))} for _ in range(count)],
         PAGES: [{"text": text(draw.randint(1, 120))} for _ in range(count)],
         CHOICES: [question(i) for i in range(count)],
         SUMS: [numbers(i) for i in range(count)],
         TURNS: [numbers(i) for i in range(count)],
     }
-    examples: dict[str, Rows] = {
+    examples = {
         CHOICES: [question(i) for i in range(5)],
         SUMS: [numbers(i) for i in range(2)],
         TURNS: [numbers(i) for i in range(2)],
     }
-    return write_tasks(folder, rows, examples)
+    folder.mkdir()
 
+    def write(name: str, documents: list[Any]) -> str:
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        return str(path)
 
-def real_tasks(folder: Path, data: Path, count: int) -> Path:
-    """Write the tasks with the first documents of LAMBADA, WikiText and MMLU, and with sums."""
-    passages = (data / "lambada_openai_test.jsonl").read_text().splitlines()[:count]
-    page = (data / "wikitext-2-raw-test.txt").read_text()[: 1500 * max(1, count // 8)]
-    subject = "us_foreign_policy"
-    draw = random.Random(1)
-    sums = [{"a": draw.randrange(20), "b": draw.randrange(20)} for _ in range(count + 2)]
-    rows: dict[str, Rows] = {
-        LAST_WORD: [json.loads(line) for line in passages],
-        PAGES: [{"text": page[at : at + 1500]} for at in range(0, len(page), 1500)],
-        CHOICES: _questions(data / f"mmlu/test/{subject}_test.csv")[:count],
-        SUMS: sums[2:],
-        TURNS: sums[2:],
-    }
-    dev = _questions(data / f"mmlu/dev/{subject}_dev.csv")
-    return write_tasks(folder, rows, {CHOICES: dev, SUMS: sums[:2], TURNS: sums[:2]})
-
-
-def _questions(path: Path) -> list[dict[str, Any]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        keys = ("question", "A", "B", "C", "D")
-        return [{**dict(zip(keys, row)), "answer": "ABCD".index(row[5])} for row in csv.reader(file)]
+    for name, documents in rows.items():
+        files = {"test": write(name, documents)}
+        task = {"task": name, **_TASKS[name], "test_split": "test", "dataset_path": "json"}
+        if name in examples:
+            files["dev"] = write(f"{name}_dev", examples[name])
+            task |= {"fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
+        task["dataset_kwargs"] = {"data_files": files, "cache_dir": str(folder / "cache")}
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    return folder
 
 
 def close(found: Any, expected: Any) -> bool:
@@ -145,7 +115,7 @@ def close(found: Any, expected: Any) -> bool:
     What is computed behind an interruption is computed in other batches, whose products differ by a rounding.
     """
     if isinstance(expected, Mapping):
-        return found.keys() == expected.keys() and all(close(found[key], own) for key, own in expected.items())
+        return found.keys() == expected.keys() and all(close(found[key], value) for key, value in expected.items())
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(close, found, expected))
     try:  # the harness writes log-probabilities as texts

@@ -96,11 +96,11 @@ def measure() -> tuple[dict[str, float], dict[str, list[DecoderConfig]]]:
     import torch
 
     from flexgen_helm import Engine, GenerationRequest
-    from tests.helpers.parity import prompts
+    from tests.helpers.parity import differences, prompts
     from tests.helpers.tiny_models import VARIANTS, build_tiny
 
     torch.set_num_threads(1)
-    differences: dict[str, float] = {}
+    largest: dict[str, float] = {}
     tested: dict[str, list[DecoderConfig]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for variant in VARIANTS:
@@ -109,16 +109,12 @@ def measure() -> tuple[dict[str, float], dict[str, list[DecoderConfig]]]:
             requests = [GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True) for p in token_ids]
             with Engine.from_pretrained(model.path) as engine:
                 results, config = engine.run(requests), engine.config
-            worst = 0.0
-            for prompt, result in zip(token_ids, results):
-                ids = prompt + list(result.completions[0].token_ids)
-                reference = model.logprobs(ids)
-                scores = [*result.prompt_logprobs[1:], *result.completions[0].logprobs]
-                worst = max(worst, *(abs(x - reference[i, t].item()) for i, (x, t) in enumerate(zip(scores, ids[1:]))))
+            compared = (differences(model.logprobs, *pair) for pair in zip(token_ids, results))
+            worst = max(difference for of_prompt in compared for difference in of_prompt)
             print(f"{variant:32s} {worst:.1e}", flush=True)
-            differences[config.architecture] = max(worst, differences.get(config.architecture, 0.0))
+            largest[config.architecture] = max(worst, largest.get(config.architecture, 0.0))
             tested.setdefault(config.architecture, []).append(config)
-    return differences, tested
+    return largest, tested
 
 
 def tested_configs(folders: Iterable[Path]) -> dict[str, list[DecoderConfig]]:
@@ -134,13 +130,12 @@ def written_table() -> str:
     return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
 
 
-def main() -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(*measure())}\n{END}{after}", encoding="utf-8")
+def rewrite(page: Path, begin: str, end: str, text: str) -> None:
+    """Put a text between two lines of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rewrite(PAGE, BEGIN, END, table(*measure()))

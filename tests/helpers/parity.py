@@ -21,28 +21,26 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 def assert_equals_reference(model, prompt, request, result):
     """Scores of the prompt, greedy tokens and their log-probabilities equal `transformers` on the same tokens."""
-    assert result.error is None, result.error
-    ids = list(result.completions[0].token_ids)
-    reference = model.logprobs(prompt + ids)
+    assert all(difference < TOLERANCE for difference in differences(model.logprobs, prompt, result))
     if request.echo_logprobs:
         assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
-        for i, score in enumerate(result.prompt_logprobs[1:]):
-            assert abs(score - reference[i, prompt[i + 1]].item()) < TOLERANCE
-    for i, (token, logprob) in enumerate(zip(ids, result.completions[0].logprobs)):
-        row = reference[len(prompt) - 1 + i]
+    ids = list(result.completions[0].token_ids)
+    for row, token in zip(model.logprobs(prompt + ids)[len(prompt) - 1 :], ids):
         assert row.max().item() - row[token].item() < 1e-5  # the argmax, or its equal
-        assert abs(logprob - row[token].item()) < TOLERANCE
 
 
 def differences(logprobs, prompt, result):
-    """How far scores of prompt and completions are from a model's; logprobs: of ids, a row for every place."""
-    assert result.error is None, result.error
+    """How far scores of completions, and of the prompt if asked for, are from a model's.
+
+    logprobs: of ids, a row for every token.
+    """
+    assert result.error is None and result.completions, result.error
     found = []
     for completion in result.completions:
         ids = [*prompt, *completion.token_ids]
-        rows = logprobs(ids)
-        scores = [*result.prompt_logprobs[1:], *completion.logprobs]
-        found += [abs(score - rows[i, token].item()) for i, (score, token) in enumerate(zip(scores, ids[1:]))]
+        scores = [*(result.prompt_logprobs or ())[1:], *completion.logprobs]
+        compared = zip(scores, ids[len(ids) - len(scores) :], logprobs(ids)[len(ids) - 1 - len(scores) :])
+        found += [abs(score - row[token].item()) for score, token, row in compared]
     return found
 
 

@@ -91,8 +91,8 @@ def torchrun(num_ranks: int, *command: str) -> list[str]:
 
 def torchrun_in_forks(num_ranks: int, *command: str) -> list[str]:
     """The same, where torchrun and its ranks are forks."""
-    own = [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
-    return [*own, *python("all"), *command]
+    launcher = [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
+    return [*launcher, *python("all"), *command]
 
 
 def _outcome(case: Case) -> Outcome:
@@ -113,9 +113,9 @@ def _break(fault: str, folder: Path) -> None:
     elif fault == "memory":
         capacities = engine.tier_capacities
 
-        def once(limits: MemoryLimits, *others: Any) -> Any:
+        def once(limits: MemoryLimits, *rest: Any) -> Any:
             engine.tier_capacities = capacities
-            return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *others)
+            return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *rest)
 
         engine.tier_capacities = once
     elif fault == "kill":

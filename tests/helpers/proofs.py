@@ -18,9 +18,7 @@ from flexgen_helm import Engine
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine import proof
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
-from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
-from tests.helpers.backend_models import REFUSED, supported
-from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+from tests.helpers.backend_models import REFUSED, supported, tiny_model_config
 from tests.helpers.tiny_models import VARIANTS
 
 
@@ -31,10 +29,7 @@ def content_of(config: Any, class_name: str) -> dict[str, Any]:
 
 
 def backend_content(name: str) -> dict[str, Any]:
-    config = tiny_config(name)
-    if name in causal_classes() and name not in MULTI_PART_CLASSES:
-        config = config.get_text_config()
-    return content_of(config, name)
+    return content_of(tiny_model_config(name), name)
 
 
 def backend_names() -> list[str]:
@@ -51,8 +46,8 @@ def catalog_content(name: str) -> dict[str, Any]:
     entry = CATALOG[name]
     if entry.architecture not in ARCHITECTURES:
         return {**entry.published, "architectures": [entry.architecture]}
-    own = ARCHITECTURES[entry.architecture]
-    return {**entry.published, "architectures": [own.hf_names[0]], "model_type": own.name}
+    architecture = ARCHITECTURES[entry.architecture]
+    return {**entry.published, "architectures": [architecture.hf_names[0]], "model_type": architecture.name}
 
 
 def contents() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -83,7 +78,7 @@ def main() -> None:
             sys.exit(f"{name} differs by {difference:.2g} with transformers {transformers.__version__}")
         known.add(key.digest)
     releases = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    tested = {name: [*(own for own in tested[name] if own != release), release] for name, release in releases.items()}
+    tested = {name: [*(old for old in tested[name] if old != release), release] for name, release in releases.items()}
     proof._TABLE.write_text(json.dumps({"tested": tested, "digests": sorted(known)}, indent=0) + "\n", encoding="utf-8")
     print(f"{len(known)} kinds are proved, with transformers {', '.join(tested['transformers'])}")
 

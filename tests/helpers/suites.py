@@ -8,6 +8,7 @@ import numpy as np
 
 from flexgen_helm.report.throughput import throughput
 from flexgen_helm.request import Cost
+from tests.helpers.fake_engine import USAGE
 
 
 def stat(name, value, split="test"):
@@ -109,19 +110,8 @@ def add_record(folder, costs, seconds, **more):
 
 def write_totals(suite, failed=(), **more):
     """Write `flexgen_suite.json`, with a usage record of every model that has runs."""
-    nothing = {"weights": 0, "cache": 0, "activations": 0}
-    moved = dict.fromkeys(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), nothing)
-    usage = {
-        "schedule": "zigzag",
-        "bytes": {**moved, "disk_to_cpu": {**nothing, "weights": 3 << 30}},
-        "time_s": {"compute": 12.0, "wait": 4.0, "other": 0.5},
-        "peak_bytes": {"gpu": 0, "cpu": 2 << 30, "disk": 5 << 30},
-        "limit_bytes": {"gpu": 0, "cpu": 4 << 30, "disk": 50 << 30},
-        "peak_workspace_bytes": 1 << 28,
-        "predicted_latency_s": 14.0,
-        "roofline_s": 8.0,
-        **more,
-    }
+    read = {"weights": 3 << 30, "cache": 0, "activations": 0}
+    usage = {**USAGE, "schedule": "zigzag", "bytes": {**USAGE["bytes"], "disk_to_cpu": read}, **more}
     records = [json.loads(path.read_text()) for path in sorted(suite.glob("*/flexgen_run.json"))]
     models = {record["model"]: {**usage, "precision": record["precision"]} for record in records}
     (suite / "flexgen_suite.json").write_text(json.dumps({"models": models, "failed": list(failed)}))

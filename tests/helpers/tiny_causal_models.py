@@ -24,7 +24,6 @@ _SIZES: dict[str, Any] = dict(
 # What the defaults of a class lack or make inconsistent. None: left as it is by default.
 _CHANGES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]),
-    "FalconForCausalLM": dict(head_dim=None, num_kv_heads=4),
     "Gemma3nForCausalLM": dict(
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention", "sliding_attention"] * 2,
         activation_sparsity_pattern=[0.0] * 4, intermediate_size=[48] * 4,
@@ -54,9 +53,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     ),
     "NemotronForCausalLM": dict(num_key_value_heads=2, head_dim=8),
     "Dots1ForCausalLM": dict(n_routed_experts=4, n_shared_experts=1),
-    "ProphetNetForCausalLM": dict(num_hidden_layers=None),
-    "XLNetLMHeadModel": dict(max_position_embeddings=None),
-    "xLSTMForCausalLM": dict(v_head_dim=None),
     "ZayaForCausalLM": dict(num_experts_per_tok=1),
     "Dots3NoteForCausalLM": dict(num_key_value_heads=4),
     "ZambaForCausalLM": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, layer_types=None),
@@ -70,7 +66,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
         ),
         dict(num_key_value_heads=4),  # latent attention has keys of its own for every head
     ),
-    "ReformerModelWithLMHead": dict(axial_pos_embds_dim=[16, 16]),
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=48, expert_ffn_hidden_size=24),
 }  # fmt: skip
 

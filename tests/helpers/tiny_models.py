@@ -236,7 +236,7 @@ def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
     return TinyModel(folder, model)
 
 
-def save_random(folder: Path, config: Any, seed: int) -> Any:
+def save_random(folder: Path, config: Any, seed: int, dtype: str = "float16") -> Any:
     """Save a model whose parameters, norms and biases included, are random. Returns it in float32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -249,7 +249,7 @@ def save_random(folder: Path, config: Any, seed: int) -> Any:
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name and "weight" in name))
             elif not parameter.any():
                 parameter.normal_(0.0, 0.15)
-    model.to(torch.float16).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     # Loaded from the files: casting the model would round its rotary frequencies too, which no checkpoint contains.
     # Eager attention knows every feature; of soft caps, others do not in all releases.
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

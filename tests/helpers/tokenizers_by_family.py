@@ -1,4 +1,4 @@
-"""Small tokenizers with the pipeline of each family's published files, and a slow encoder that shares no code with it.
+"""Small tokenizers with the pipeline of each kind of published files.
 
 Only the vocabularies are ours: a few merges that come out differently as soon as one step of a pipeline is lost.
 `19 98` spans digits that some families split, `.\\n` spans a border that GPT-2 keeps, no order of merges reaches
@@ -8,480 +8,207 @@ Only the vocabularies are ours: a few merges that come out differently as soon a
 from __future__ import annotations
 
 import json
-import unicodedata
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import regex
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-Merge = tuple[str, str]
+from flexgen_helm.tokenizer.token_bytes import byte_alphabet
 
-# ---- published patterns ----
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# As published.
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3 = _GPT4.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _GPT4.replace("DIGITS", r"\p{N}")
-BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # as published: a class within a class
-BLOOM_FLAT = r" ?[^()\s|.,!?…。，、।۔،]+"  # what it means
-GALACTICA = r"""[\(\)\[\]\{\}]|([!"\#\$%\&'\*\+,\-\./:;<=>\?\\\^_`\|\~])\1*"""
-GALACTICA_MARKER = "SPL1T-TH1S-Pl3A5E"
-DIGIT = r"\p{Nd}|\p{Nl}|\p{No}"
-
-
-def split(pattern: str, kind: str = "Regex", behavior: str = "Isolated") -> dict[str, Any]:
-    return {"type": "Split", "pattern": {kind: pattern}, "behavior": behavior, "invert": False}
-
-
-def byte_level(use_regex: bool, trim_offsets: bool = True) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": trim_offsets, "use_regex": use_regex}
-
-
-def in_order(*steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-DIGITS = {"type": "Digits", "individual_digits": True}
-BYTES_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-SPACE_TO_MARK = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, SPACE_TO_MARK]}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-_UNMARK = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-MARKS_DECODER = {"type": "Sequence", "decoders": _UNMARK}
-STRIPPING_DECODER = {
-    "type": "Sequence",
-    "decoders": [*_UNMARK, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
-}
-
-
-def bos_template(token: str, token_id: int) -> dict[str, Any]:
-    def piece(kind: str, name: str, type_id: int) -> dict[str, Any]:
-        return {kind: {"id": name, "type_id": type_id}}
-
-    single = [piece("SpecialToken", token, 0), piece("Sequence", "A", 0)]
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, piece("SpecialToken", token, 1), piece("Sequence", "B", 1)],
-        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
-    }
-
 
 # ---- vocabularies ----
 
-
-def gpt2_alphabet() -> list[str]:
-    """The stand-in of byte 0, 1, … 255."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    stand_in, others = [], 0
-    for byte in range(256):
-        stand_in.append(chr(byte) if byte in shown else chr(256 + others))
-        others += byte not in shown
-    return stand_in
-
-
-ALPHABET = gpt2_alphabet()
-
-
-def as_bytes(text: str) -> str:
-    return "".join(ALPHABET[byte] for byte in text.encode("utf-8"))
-
-
+_CHARACTER = {byte: char for char, byte in byte_alphabet().items()}
 # Each is merged from the left: "the" gives t+h, th+e. The order is the rank.
 WORDS = [" the", " word", " cat", "'s", "'S", "'ll", "he", "CA", "n't", "19", "98", "1998", "199", "  ", "    ",
          "\n\n", ".\n", "!!", "é", "e\u0301", "\t\t", "Hello", " Hello", "...", ").", "::", "  \n"]  # fmt: skip
 # Bytes of characters: E4 B8 begins 世 and 一, 96 E7 straddles 世界, F0 9F 91 begins 👍 and 👩.
 BYTE_WORDS = [b"\xe4\xb8", b"\x96\xe7", b"\xf0\x9f", b"\xf0\x9f\x91", b"\xef\xbc", b"\xe3\x80"]
-
-
-def merges_of(words: list[str]) -> list[Merge]:
-    merges: dict[Merge, None] = {}
-    for word in words:
-        whole, i = word[0], 1
-        while i < len(word):
-            merges[whole, word[i]] = None
-            whole, i = whole + word[i], i + 1
-    return list(merges)
-
-
-BYTE_MERGES = merges_of([as_bytes(word) for word in WORDS] + ["".join(ALPHABET[b] for b in w) for w in BYTE_WORDS])
 MARK_CHARACTERS = "▁etaoinshrdlucmfwypvbgkjxqzHCASTI0123456789.,!?'\":()-é世\n\t"
-MARK_MERGES = merges_of([word.replace(" ", "▁") for word in WORDS if "e\u0301" not in word and ")." not in word])
+MARKED_WORDS = [word.replace(" ", "▁") for word in WORDS if word not in ("e\u0301", ").")]
 
 
-def byte_level_pieces() -> list[str]:
-    return list(dict.fromkeys([*sorted(ALPHABET), *(a + b for a, b in BYTE_MERGES)]))
+def merges_of(words: list[str]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word))))
 
 
-def marked_pieces() -> list[str]:
-    return list(dict.fromkeys([*MARK_CHARACTERS, *(a + b for a, b in MARK_MERGES)]))
-
-
-FALLBACKS = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-@dataclass(frozen=True)
-class Added:
-    """A token of the list `added_tokens`. rstrip: it swallows the white space behind it."""
-
-    text: str
-    special: bool = True
-    rstrip: bool = False
-    normalized: bool = False
+BYTE_MERGES = merges_of(["".join(map(_CHARACTER.get, word)) for word in [*map(str.encode, WORDS), *BYTE_WORDS]])
+MARK_MERGES = merges_of(MARKED_WORDS)
 
 
 @dataclass(frozen=True)
 class Family:
-    """front/back: added tokens below and above the vocabulary's ids; the rest as tokenizer.json calls it.
+    """Tokenizers with the same steps.
 
-    For the slow encoder: `splits` in order (a pattern, and whether its matches are removed), `normalize`, and `dummy`,
-    where sentencepiece puts its space: before "every" stretch between added tokens, at the "first", or nowhere ("").
+    config: its tokenizer_config.json.
+    marked: sentencepiece's vocabulary, else one of bytes.
+    front, back: added tokens with ids below and above the vocabulary's.
+    bos: what encoding puts in front, None if nothing.
+    dummy: where sentencepiece puts its space: before "every" stretch between added tokens, at the "first", or nowhere.
+    single_file: tokenizer.json, else vocab.json and merges.txt.
     """
 
-    name: str
     config: dict[str, Any]
     marked: bool = False
-    front: tuple[Added, ...] = ()
-    back: tuple[Added, ...] = ()
-    normalizer: dict[str, Any] | None = None
-    pre_tokenizer: dict[str, Any] | None = None
-    post_processor: Callable[[dict[str, int]], dict[str, Any] | None] = lambda vocab: None
-    decoder: dict[str, Any] = field(default_factory=lambda: BYTES_DECODER)
+    front: tuple[AddedToken, ...] = ()
+    back: tuple[AddedToken, ...] = ()
+    normalizer: Any = None
+    pre_tokenizer: Any = field(default_factory=lambda: pre_tokenizers.ByteLevel(add_prefix_space=False))
+    decoder: Any = field(default_factory=decoders.ByteLevel)
     ignore_merges: bool = False
     bos: str | None = None
-    single_files: bool = True
-    splits: tuple[tuple[str, bool], ...] = ()
-    normalize: Callable[[str], str] = str
     dummy: str = ""
+    single_file: bool = True
 
-    @property
-    def merges(self) -> list[Merge]:
-        return MARK_MERGES if self.marked else BYTE_MERGES
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        middle = [*FALLBACKS, *marked_pieces()] if self.marked else byte_level_pieces()
-        return {piece: i for i, piece in enumerate([*(a.text for a in self.front), *middle])}
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """The vocabulary with the added tokens behind it."""
-        vocab = self.vocab
-        return vocab | {added.text: len(vocab) + i for i, added in enumerate(self.back)}
+    def backend(self) -> Tokenizer:
+        if self.marked:
+            pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *MARK_CHARACTERS, *map("".join, MARK_MERGES)]
+        else:
+            pieces = [*sorted(byte_alphabet()), *map("".join, BYTE_MERGES)]
+        names = dict.fromkeys([*(token.content for token in self.front), *pieces])
+        backend = Tokenizer(
+            models.BPE(
+                vocab={name: i for i, name in enumerate(names)},
+                merges=MARK_MERGES if self.marked else BYTE_MERGES,
+                unk_token="<unk>" if self.marked else None,
+                fuse_unk=self.marked,
+                byte_fallback=self.marked,
+                ignore_merges=self.ignore_merges,
+            )
+        )
+        backend.add_tokens([*self.front, *self.back])
+        for step in ("normalizer", "pre_tokenizer", "decoder"):
+            if getattr(self, step) is not None:
+                setattr(backend, step, getattr(self, step))
+        if self.bos:
+            backend.post_processor = begin_with(self.bos, backend.token_to_id(self.bos))
+        return backend
 
     def write(self, folder: Path) -> Path:
-        """Save as the family's repository has it: tokenizer.json, or vocab.json and merges.txt (OPT)."""
+        """Save as the family's repository has it."""
         folder.mkdir(parents=True)
         (folder / "tokenizer_config.json").write_text(json.dumps(self.config), encoding="utf-8")
-        if self.single_files:
-            content = json.dumps(self.as_json(), ensure_ascii=False)
-            (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+        if self.single_file:
+            self.backend().save(str(folder / "tokenizer.json"))
         else:
-            lines = ["#version: 0.2", *(" ".join(merge) for merge in self.merges), ""]
-            (folder / "vocab.json").write_text(json.dumps(self.vocab), encoding="utf-8")
-            (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+            self.backend().model.save(str(folder))
         return folder
 
-    def as_json(self) -> dict[str, Any]:
-        ids = self.ids
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                {
-                    "id": ids[added.text], "content": added.text, "single_word": False, "lstrip": False,
-                    "rstrip": added.rstrip, "normalized": added.normalized, "special": added.special,
-                }
-                for added in (*self.front, *self.back)
-            ],
-            "normalizer": self.normalizer,
-            "pre_tokenizer": self.pre_tokenizer,
-            "post_processor": self.post_processor(ids),
-            "decoder": self.decoder,
-            "model": {
-                "type": "BPE", "dropout": None, "unk_token": "<unk>" if self.marked else None,
-                "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": self.marked,
-                "byte_fallback": self.marked, "ignore_merges": self.ignore_merges, "vocab": self.vocab,
-                "merges": [list(merge) for merge in self.merges],
-            },
-        }  # fmt: skip
 
-
-# ---- the slow encoder ----
-
-
-def slow_encode(family: Family, text: str, bos: bool = True) -> list[int]:
-    """Ids of `text`, computed step by step as the published pipeline says, with `bos` in front where it is usual."""
-    vocab, ids = family.ids, []
-    ranks = {merge: rank for rank, merge in enumerate(family.merges)}
-    for stretch, is_added, at_start in _cut_at_added(family, text):
-        if is_added:
-            ids.append(vocab[stretch])
-            continue
-        stretch = family.normalize(stretch)
-        if family.marked:
-            stretch = stretch.replace(" ", "▁")
-            if family.dummy == "every" or (family.dummy == "first" and at_start and not stretch.startswith("▁")):
-                stretch = "▁" + stretch
-        pieces = [stretch]
-        for pattern, removed in family.splits:
-            pieces = [part for piece in pieces for part in _isolate(pattern, piece, removed)]
-        for piece in pieces:
-            spelt = piece if family.marked else as_bytes(piece)
-            if family.ignore_merges and spelt in vocab:
-                ids.append(vocab[spelt])
-                continue
-            symbols = [part for char in spelt for part in ([char] if char in vocab else _fallback(char))]
-            ids.extend(vocab[symbol] for symbol in _merge(symbols, ranks))
-    return [vocab[family.bos], *ids] if bos and family.bos else ids
-
-
-def _cut_at_added(family: Family, text: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield (stretch, whether it is an added token, whether it begins the text)."""
-    added = sorted((*family.front, *family.back), key=lambda one: -len(one.text))
-    if not family.single_files:
-        added = [one for one in added if one.text in {"</s>", "<pad>"}]  # those that OPT's configuration names
-    strips = {one.text: one.rstrip for one in added}
-    pattern = regex.compile("|".join(regex.escape(one.text) for one in added))
-    at = 0
-    while match := pattern.search(text, at):
-        if match.start() > at:
-            yield text[at : match.start()], False, at == 0
-        yield match[0], True, match.start() == 0
-        at = match.end()
-        while strips[match[0]] and at < len(text) and text[at].isspace():
-            at += 1
-    if at < len(text):
-        yield text[at:], False, at == 0
-
-
-def _isolate(pattern: str, piece: str, removed: bool) -> Iterator[str]:
-    at = 0
-    for match in regex.finditer(pattern, piece):
-        if match.start() > at:
-            yield piece[at : match.start()]
-        if match[0] and not removed:
-            yield match[0]
-        at = match.end()
-    if at < len(piece):
-        yield piece[at:]
-
-
-def _fallback(char: str) -> list[str]:
-    return [FALLBACKS[byte] for byte in char.encode("utf-8")]
-
-
-def _merge(symbols: list[str], ranks: dict[Merge, int]) -> list[str]:
-    while len(symbols) > 1:
-        rank, at = min((ranks.get((a, b), len(ranks)), i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])))
-        if rank == len(ranks):
-            break
-        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
-    return symbols
+def begin_with(bos: str, bos_id: int) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, bos_id)])
 
 
 # ---- the families ----
 
 
-def _nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
+def _added(*texts: str, special: bool = True, **options: bool) -> tuple[AddedToken, ...]:
+    return tuple(AddedToken(text, **{"normalized": False, "special": special, **options}) for text in texts)
 
 
-def _nfkc(text: str) -> str:
-    return unicodedata.normalize("NFKC", text)
+def _pieces(pattern: str) -> pre_tokenizers.PreTokenizer:
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
 
 
-def _plain(*texts: str, **options: bool) -> tuple[Added, ...]:
-    return tuple(Added(text, **options) for text in texts)
-
-
-def _bytes_post_processor(vocab: dict[str, int]) -> dict[str, Any]:
-    return byte_level(True, trim_offsets=False)
-
-
-_OPT_TOKEN = {"content": "</s>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": True}
-_SENTENCEPIECE = _plain("<unk>", "<s>", "</s>")
+_SENTENCEPIECE = _added("<unk>", "<s>", "</s>")
+_MARK = normalizers.Replace(" ", "▁")
+_UNMARK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 _LLAMA_CONFIG = {
     "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
-    "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None, "legacy": True, "sp_model_kwargs": {},
-    "clean_up_tokenization_spaces": False, "use_default_system_prompt": False,
+    "eos_token": "</s>", "unk_token": "<unk>", "legacy": True,
 }  # fmt: skip
-_GEMMA_CONFIG = {
-    "tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>",
-    "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "sp_model_kwargs": {},
-    "clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False,
-}  # fmt: skip
-_QWEN_CONFIG = {
-    "tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False, "bos_token": None,
-    "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "errors": "replace",
-    "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "split_special_tokens": False,
-    "clean_up_tokenization_spaces": False,
-}  # fmt: skip
-_PHI3_STRIPPING = ("<|assistant|>", "<|system|>", "<|end|>", "<|user|>")
 
 
-def _sentencepiece(name: str, config: dict[str, Any], **changes: Any) -> Family:
-    settings: dict[str, Any] = dict(
-        marked=True, front=_SENTENCEPIECE, normalizer=PREPEND, decoder=STRIPPING_DECODER, bos="<s>", dummy="every",
-        post_processor=lambda vocab: bos_template("<s>", 1),
-    )  # fmt: skip
-    return Family(name, config, **{**settings, **changes})
+def _sentencepiece(config: dict[str, Any], **changes: Any) -> Family:
+    steps = {
+        "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), _MARK]),
+        "pre_tokenizer": None,
+        "decoder": decoders.Sequence([*_UNMARK, decoders.Strip(" ", 1, 0)]),
+    }
+    settings = {"marked": True, "front": _SENTENCEPIECE, "bos": "<s>", "dummy": "every", **steps, **changes}
+    return Family(config, **settings)
 
 
-_ALL = [
-    Family(
-        "opt",
+FAMILIES = {
+    "opt": Family(  # BOS by the configuration's class
         {
-            "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, "errors": "replace",
-            "bos_token": {**_OPT_TOKEN, "__type": "AddedToken"}, "eos_token": {**_OPT_TOKEN, "__type": "AddedToken"},
-            "unk_token": {**_OPT_TOKEN, "__type": "AddedToken"},
-            "pad_token": {**_OPT_TOKEN, "content": "<pad>", "__type": "AddedToken"},
+            "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, "bos_token": "</s>",
+            "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>",
         },
-        front=_plain("<s>", "<pad>", "</s>", "<unk>"),
+        front=_added("<s>", "<pad>", "</s>", "<unk>"),
         bos="</s>",
-        single_files=False,
-        splits=((GPT2, False),),
+        single_file=False,
     ),
-    Family(
-        "gpt2",
-        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "model_max_length": 1024},
-        back=_plain("<|endoftext|>"),
-        pre_tokenizer=byte_level(True),
-        post_processor=_bytes_post_processor,
-        splits=((GPT2, False),),
-    ),
-    Family(
-        "gpt-neox",
+    "gpt2": Family({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}, back=_added("<|endoftext|>")),
+    "gpt-neox": Family(  # BOS is named and not added
         {
             "tokenizer_class": "GPTNeoXTokenizer", "add_prefix_space": False, "bos_token": "<|endoftext|>",
             "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>",
         },
-        front=_plain("<|endoftext|>", "<|padding|>"),
-        back=_plain(*(" " * n for n in range(8, 4, -1)), special=False, normalized=True),
-        normalizer={"type": "NFC"},
-        pre_tokenizer=byte_level(True),
-        post_processor=_bytes_post_processor,
-        splits=((GPT2, False),),
-        normalize=_nfc,
+        front=_added("<|endoftext|>", "<|padding|>"),
+        back=_added(*(" " * n for n in range(8, 4, -1)), special=False, normalized=True),
+        normalizer=normalizers.NFC(),
     ),
-    Family(
-        "bloom",
-        {
-            "tokenizer_class": "BloomTokenizerFast", "add_prefix_space": False, "bos_token": "<s>",
-            "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>",
-        },
-        front=_plain("<unk>", "<s>", "</s>", "<pad>"),
-        pre_tokenizer=in_order(split(BLOOM), byte_level(False)),
-        post_processor=_bytes_post_processor,
-        splits=((BLOOM_FLAT, False),),
-    ),
-    _sentencepiece("llama2", _LLAMA_CONFIG),
-    _sentencepiece("mixtral", {**_LLAMA_CONFIG, "additional_special_tokens": []}),
-    _sentencepiece(
-        "mistral-v0.3",
+    "llama2": _sentencepiece(_LLAMA_CONFIG),
+    "mistral-v0.3": _sentencepiece(
         {**_LLAMA_CONFIG, "legacy": False},
-        front=(*_SENTENCEPIECE, *_plain("[INST]", "[/INST]")),
+        front=(*_SENTENCEPIECE, *_added("[INST]", "[/INST]")),
         normalizer=None,
-        pre_tokenizer=METASPACE,
+        pre_tokenizer=pre_tokenizers.Metaspace("▁", "first", split=False),
         dummy="first",
     ),
-    _sentencepiece(
-        "phi3",
-        {**_LLAMA_CONFIG, "add_bos_token": False, "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>",
-         "legacy": False},
-        front=(Added("<unk>"), Added("<s>"), Added("</s>", special=False, rstrip=True)),
-        back=(Added("<|endoftext|>"), *_plain(*_PHI3_STRIPPING, rstrip=True)),
-        post_processor=lambda vocab: None,
+    "phi3": _sentencepiece(  # tokens that swallow the white space behind them
+        {**_LLAMA_CONFIG, "add_bos_token": False, "eos_token": "<|endoftext|>", "legacy": False},
+        front=(*_added("<unk>", "<s>"), *_added("</s>", special=False, rstrip=True)),
+        back=(*_added("<|endoftext|>"), *_added("<|assistant|>", "<|system|>", "<|end|>", "<|user|>", rstrip=True)),
         bos=None,
-    ),  # fmt: skip
-    Family(
-        "llama3",
+    ),
+    "llama3": Family(
         {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>",
             "eos_token": "<|end_of_text|>", "clean_up_tokenization_spaces": True,
         },
-        back=_plain("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
-        pre_tokenizer=in_order(split(LLAMA3), byte_level(False)),
-        post_processor=lambda vocab: {
-            "type": "Sequence",
-            "processors": [
-                byte_level(True, trim_offsets=False),
-                bos_template("<|begin_of_text|>", vocab["<|begin_of_text|>"]),
-            ],
-        },
+        back=_added("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
+        pre_tokenizer=_pieces(LLAMA3),
         ignore_merges=True,
         bos="<|begin_of_text|>",
-        splits=((LLAMA3, False),),
     ),
-    *(
-        Family(
-            name,
-            _QWEN_CONFIG,
-            back=(
-                *_plain("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-                *_plain("<tool_call>", "</tool_call>", special=False),
-            ),
-            normalizer={"type": "NFC"},
-            pre_tokenizer=in_order(split(QWEN2), byte_level(False, trim_offsets=False)),
-            post_processor=_bytes_post_processor,
-            splits=((QWEN2, False),),
-            normalize=_nfc,
-        )
-        for name in ("qwen2", "qwen3")
-    ),
-    *(
-        _sentencepiece(
-            name,
-            _GEMMA_CONFIG | more,
-            front=(
-                *_plain("<pad>", "<eos>", "<bos>", "<unk>"),
-                *_plain("<mask>", "<unused0>", special=False),
-                *_plain("<start_of_turn>", "<end_of_turn>"),
-            ),
-            back=_plain("\n\n\n", "\n\n\n\n", "<table>", special=False),
-            normalizer=SPACE_TO_MARK,
-            pre_tokenizer=split(" ", "String", "MergedWithPrevious"),
-            decoder=MARKS_DECODER,
-            post_processor=lambda vocab: bos_template("<bos>", 2),
-            bos="<bos>",
-            dummy="",
-        )
-        for name, more in (
-            ("gemma2", {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}),
-            ("gemma3", {"eos_token": "<end_of_turn>", "extra_special_tokens": {"image_token": "<unused0>"}}),
-        )
-    ),
-    Family(
-        "smollm2",
+    "qwen2": Family(
         {
-            "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "bos_token": "<|im_start|>",
-            "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>",
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False, "bos_token": None,
+            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None,
         },
-        front=_plain("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        pre_tokenizer=in_order(DIGITS, byte_level(True)),
-        splits=((DIGIT, False), (GPT2, False)),
-    ),
-    Family(
-        "galactica",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "name_or_path": "galactica"},
-        front=_plain("<s>", "<pad>", "</s>", "<unk>", "[START_REF]", "[END_REF]"),
-        normalizer={"type": "NFKC"},
-        pre_tokenizer=in_order(
-            split(GALACTICA_MARKER, "String", "Removed"),
-            DIGITS,
-            split(GALACTICA),
-            split("\n", "String"),
-            byte_level(True),
+        back=(
+            *_added("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+            *_added("<tool_call>", "</tool_call>", special=False),
         ),
-        splits=((GALACTICA_MARKER, True), (DIGIT, False), (GALACTICA, False), ("\n", False), (GPT2, False)),
-        normalize=_nfkc,
+        normalizer=normalizers.NFC(),
+        pre_tokenizer=_pieces(QWEN2),
     ),
-]  # fmt: skip
-FAMILIES = {family.name: family for family in _ALL}
+    "gemma2": _sentencepiece(
+        {
+            "tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>",
+            "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
+        },
+        front=(
+            *_added("<pad>", "<eos>", "<bos>", "<unk>"),
+            *_added("<mask>", "<unused0>", special=False),
+            *_added("<start_of_turn>", "<end_of_turn>"),
+        ),
+        back=_added("\n\n\n", "\n\n\n\n", "<table>", special=False),
+        normalizer=_MARK,
+        pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoder=decoders.Sequence(_UNMARK),
+        bos="<bos>",
+        dummy="",
+    ),
+}  # fmt: skip

@@ -59,10 +59,10 @@ class RecordingDriver:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         # A compiled kernel keeps its launcher, whichever driver is active later.
-        def launch(x: int, y: int, z: int, *others: Any) -> None:
+        def launch(x: int, y: int, z: int, *rest: Any) -> None:
             kernels = source.fn.device_caches[self.capability][0].values()
             kernel = next(kernel for kernel in kernels if kernel.src is source)
-            driver.active.launched.append(Launched(kernel, (x, y, z), others))
+            driver.active.launched.append(Launched(kernel, (x, y, z), rest))
 
         return launch
 

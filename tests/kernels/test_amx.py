@@ -28,50 +28,45 @@ def unit():
 
 
 @pytest.fixture(autouse=True)
-def threads_and_rows(monkeypatch: pytest.MonkeyPatch):
-    """Let the unit take any number of rows; restore the threads."""
+def any_number_of_rows(monkeypatch):
     monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(
-    rows=st.one_of(st.integers(1, 70), st.integers(100, 600)),
+    rows=st.one_of(st.integers(1, 70), st.integers(100, 300)),
     steps=st.integers(1, 120),
     outputs=st.integers(32, 200),
     dtype=st.sampled_from(DTYPES),
     has_bias=st.booleans(),
     threads=st.integers(1, 6),
 )
-def test_any_shape(rows: int, steps: int, outputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> None:
+def test_any_shape(rows, steps, outputs, dtype, has_bias, threads):
     x, weight = operands(rows, 32 * steps, outputs, dtype)
     bias = torch.randn(outputs) if has_bias else None
     torch.set_num_threads(threads)
     assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("width", [512, 14336, 28672])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_one_sign_are_as_exact_as_the_librarys(width: int, dtype: torch.dtype) -> None:
+def test_sums_of_one_sign_are_as_exact_as_the_librarys(dtype):
     """All terms round in the same direction of a growing sum: one long chain would lose a digit."""
-    draw = torch.Generator().manual_seed(width)
-    x, weight = torch.rand(33, width, generator=draw), torch.rand(96, width, generator=draw).to(dtype)
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.rand(33, 28672, generator=draw), torch.rand(96, 28672, generator=draw).to(dtype)
     exact = x.double() @ weight.double().t()
     ours, librarys = (((y - exact) / exact).abs() for y in (amx_matmul(x, weight), x @ weight.float().t()))
     assert ours.max() <= 3 * librarys.max() and ours.mean() <= 3 * librarys.mean()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
-    rows=st.integers(1, 300),
+    rows=st.integers(1, 200),
     steps=st.one_of(st.integers(1, 20), st.integers(48, 110)),
     outputs=st.lists(st.integers(32, 300), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),
     threads=st.integers(1, 6),
 )
-def test_several_matrices_at_once(rows: int, steps: int, outputs: list[int], dtype: torch.dtype, threads: int) -> None:
+def test_several_matrices_at_once(rows, steps, outputs, dtype, threads):
     """The bits are those of each by itself, also where matrices are parts of larger ones."""
     x, weight = operands(rows, 32 * steps, sum(outputs), dtype)
     weights = list(weight.split(outputs))
@@ -85,21 +80,21 @@ def test_several_matrices_at_once(rows: int, steps: int, outputs: list[int], dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_as_exact_as_a_product_in_float32(dtype: torch.dtype) -> None:
+def test_it_is_as_exact_as_a_product_in_float32(dtype):
     """Not only within a bound: the errors of both are about the same on average."""
     x, weight = operands(64, 2048, 256, dtype)
     exact = x.double() @ weight.double().t()
     y = amx_matmul(x, weight)
     assert y is not None
-    own, library = (float((one - exact).pow(2).mean().sqrt()) for one in (y, x @ weight.float().t()))
-    assert own <= 3 * library, "3 times the terms have rounded sums"
+    ours, library = (float((one - exact).pow(2).mean().sqrt()) for one in (y, x @ weight.float().t()))
+    assert ours <= 3 * library, "3 times the terms have rounded sums"
     two_parts = x - (x.view(torch.int32) & 0xFFFF).sign() * 2.0**-17 * x.abs()  # the bound sees what a part less loses
     lost = float((two_parts.double() @ weight.double().t() - exact).pow(2).mean().sqrt())
     assert lost > 3 * library
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
+def test_every_number_of_16_bits(dtype):
     kind = torch.float16 if dtype == torch.float32 else dtype
     weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(kind).to(dtype).view(-1, 1)
     weight = torch.cat((weight, torch.zeros(len(weight), 31, dtype=dtype)), 1)
@@ -115,11 +110,11 @@ def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-60, 0, 60])
-def test_every_bit_of_x_counts(exponent: int) -> None:
+def test_every_bit_of_x_counts(exponent):
     """The three parts add up to x exactly, for random bits and those around the borders of the parts."""
     draw = torch.Generator().manual_seed(3)
     bits = torch.randint(0, 1 << 24, (500,), generator=draw)
-    borders = torch.tensor([(1 << place) + step for place in (7, 8, 15, 16, 23) for step in (-1, 0, 1)])
+    borders = torch.tensor([(1 << bit) + step for bit in (7, 8, 15, 16, 23) for step in (-1, 0, 1)])
     numbers = torch.cat((bits, borders)).float() * 2.0**exponent
     numbers = torch.cat((numbers, -numbers))
     x = torch.zeros(len(numbers), 32)
@@ -131,35 +126,35 @@ def test_every_bit_of_x_counts(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_parts_of_larger_ones(dtype: torch.dtype) -> None:
+def test_rows_that_are_parts_of_larger_ones(dtype):
     """Nothing beyond them is read into a result, and nothing beyond the result is written."""
     x, weight = operands(40, 256, 150, dtype)
     x[:, :64] = x[:, 192:] = float("nan")
     x[:2] = x[37:] = float("nan")
-    own_x, own_weight = x[2:37, 64:192], weight[3:147, 64:192]
-    assert_is_product(amx_matmul(own_x, own_weight), own_x, own_weight, None)
+    x, weight = x[2:37, 64:192], weight[3:147, 64:192]
+    assert_is_product(amx_matmul(x, weight), x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype) -> None:
+def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype):
     x, weight = operands(390, 3200, 130, dtype)
     results = []
     for threads in (1, 2, 3, 4, 6):
         torch.set_num_threads(threads)
         results.append(amx_matmul(x, weight))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert all(torch.equal(results[0], found) for found in results[1:])
     for rows in (slice(0, 1), slice(17, 90), slice(200, 390)):
         assert torch.equal(amx_matmul(x[rows], weight), results[0][rows])
 
 
-def test_from_several_threads_at_once() -> None:
+def test_from_several_threads_at_once():
     cases = [operands(1 + 29 * i % 300, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(30)]
     with ThreadPoolExecutor(4) as pool:
         for (x, weight), y in zip(cases, pool.map(lambda case: amx_matmul(*case), cases)):
             assert_is_product(y, x, weight, None)
 
 
-def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_does_not_take(monkeypatch):
     x, weight = operands(40, 128, 50, torch.float16)
     assert amx_matmul(x, weight) is not None
     assert amx_matmul(x.double(), weight) is None
@@ -176,7 +171,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amx_matmul(x[:2], weight) is None, "vectors are faster for so few"
 
 
-def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch):
     x, weight = operands(40, 128, 50, torch.bfloat16)
     monkeypatch.setattr(amx, "_has_unit", lambda: False)
     assert amx_matmul(x, weight) is None
@@ -185,9 +180,8 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch: 
     assert_is_product(tiled_linear(x, weight, None), x, weight, None)
 
 
-@pytest.mark.parametrize("width", [64, 1536, 4096, 14336])
-@pytest.mark.parametrize("threads", [1, 4, 64])
-def test_its_memory_stays_within_what_is_said(monkeypatch: pytest.MonkeyPatch, width: int, threads: int) -> None:
+@pytest.mark.parametrize(("width", "threads"), [(64, 1), (4096, 4), (14336, 4), (14336, 64)])
+def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
     asked: list[int] = []
     memory = amx._memory
     monkeypatch.setattr(amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes))

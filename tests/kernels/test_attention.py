@@ -16,44 +16,44 @@ from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import attention
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
 from flexgen_helm.models.config import Window
+from tests.helpers.attention_formula import attention as attention_formula
 from tests.helpers.tiny_models import VOCABULARY
 
 emit = pytest.importorskip("flexgen_helm.kernels.emit")
 DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if emit.CONVERTS_HALVES else [])]
 
 
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: Window | None,
-    softcap: float | None, slopes: Tensor | None,
-):  # fmt: skip
-    """q [t, Hq, D], k and v [S, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq] in float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+def formula(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: Window | None, *rest):
+    """rest: soft cap and slopes."""
     at = torch.arange(len(k))
-    if slopes is not None:
-        scores = scores + slopes.double()[:, None] * (at - positions[:, None])[:, None]
-    hidden = at > positions[:, None]
+    allowed = at <= positions[:, None]
     if window is not None:
-        hidden |= at < torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
-    scores = scores.masked_fill(hidden[:, None], -math.inf)
-    return torch.einsum("ths,shd->thd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
+        allowed &= at >= torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
+    return attention_formula(q, k, v, allowed, positions, scale, *rest)
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    seed=st.integers(0, 2**32),
-    key_heads=st.integers(1, 3),
-    group=st.integers(1, 5),
-    dim=st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
-    window=st.sampled_from([None, None, Window(1), Window(7), Window(100), Window(7, True), Window(100, True)]),
-    softcap=st.sampled_from([None, None, 2.0, 50.0]),
-    has_slopes=st.booleans(),
-    threads=st.integers(1, 3),
-)
-def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, threads) -> None:
+def assert_close(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor, largest: float) -> None:
+    """A score is off by some units in its last place, and a weight by as much of itself; largest: of the values."""
+    bound = 1e-6 * (10 + max(exact_lse[~exact_lse.isinf()].abs().tolist(), default=0))
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound * largest)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=bound)
+
+
+DRAWN = {
+    "seed": st.integers(0, 2**32),
+    "key_heads": st.integers(1, 3),
+    "group": st.sampled_from([1, 2, 3, 4, 5, 7]),
+    "dim": st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
+    "softcap": st.sampled_from([None, None, 2.0, 50.0]),
+    "has_slopes": st.booleans(),
+    "threads": st.integers(1, 3),
+    "window": st.sampled_from([None, None, Window(1), Window(7), Window(100), Window(7, True), Window(100, True)]),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(**DRAWN)
+def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, threads):
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -80,28 +80,21 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
     table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
     slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        out, lse = attend_segments(q, table.at(stored, (k, v)), dim**-0.5, seen, softcap, slopes)
-    finally:
-        torch.set_num_threads(before)
-    for each in groups:
-        own = slice(each.first, each.first + each.count)
+    out, lse = attend_segments(q, table.at(stored, (k, v)), dim**-0.5, seen, softcap, slopes)
+    for tokens in groups:
+        part = slice(tokens.first, tokens.first + tokens.count)
         keys, values = (
-            torch.cat([*(stored[number][i].transpose(0, 1) for number in each.shared), x])
-            for i, x in enumerate((k[own], v[own]) if each.is_prompt else (k[:0], v[:0]))
+            torch.cat([*(stored[number][i].transpose(0, 1) for number in tokens.shared), x])
+            for i, x in enumerate((k[part], v[part]) if tokens.is_prompt else (k[:0], v[:0]))
         )
-        expected = formula(q[own], keys, values, torch.tensor(positions[own]), dim**-0.5, window, softcap, slopes)
+        expected = formula(q[part], keys, values, torch.tensor(positions[part]), dim**-0.5, window, softcap, slopes)
         sees_none = expected[1].isinf()
         expected[0][sees_none] = 0.0
-        # A score is off by some units in its last place, and a weight by as much of itself.
-        bound = 1e-6 * (10 + max(expected[1][~sees_none].abs().tolist(), default=0))
-        torch.testing.assert_close(out[own].double(), expected[0], rtol=0, atol=bound * values.abs().max().item())
-        torch.testing.assert_close(lse[own].double(), expected[1], rtol=0, atol=bound)
+        assert_close(out[part], lse[part], *expected, values.abs().max().item())
 
 
-def test_scores_beyond_what_an_exponential_holds() -> None:
+def test_scores_beyond_what_an_exponential_holds():
     """Differences of thousands between scores; equal scores; a first key that outweighs all later blocks."""
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
@@ -117,7 +110,7 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
-def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
+def test_a_value_that_is_not_finite_stays_in_its_prompt():
     """A number that is none must reach the scores of its own prompt, which are then refused, and no others."""
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
     k[12] = math.nan
@@ -128,50 +121,37 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     assert out[12:20].isnan().all()
 
 
-def test_the_same_bits_on_any_number_of_threads() -> None:
+def test_the_same_bits_on_any_number_of_threads():
     q, k, v = (torch.randn(500, heads, 64) for heads in (6, 2, 2))
     table = SegmentTable.of([TokenGroup(0, 300, ()), TokenGroup(300, 200, ())], [*range(300), *range(200)], [])
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(attend_segments(q, table.at([], (k, v)), 0.125))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(attend_segments(q, table.at([], (k, v)), 0.125))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
-def test_the_same_bits_whoever_decodes_beside_it() -> None:
+def test_the_same_bits_whoever_decodes_beside_it():
     """A window begins elsewhere for each token of a tile."""
     positions, pair = [300, 420, 350, 301, 777], tuple(torch.randn(2, 300, 64) for _ in "kv")
     q = torch.randn(5, 6, 64)
 
     def attended(*tokens: int) -> tuple[Tensor, Tensor]:
-        own, group = [*tokens], TokenGroup(0, len(tokens), (0,), is_prompt=False)
+        group = TokenGroup(0, len(tokens), (0,), is_prompt=False)
         table = SegmentTable.of([group], [positions[token] for token in tokens], [(300, 0)])
-        return attend_segments(q[own], table.at([pair]), 0.125, (210, False))
+        return attend_segments(q[[*tokens]], table.at([pair]), 0.125, (210, False))
 
     together = attended(*range(5))
     for token in range(5):
-        for whole, (own,) in zip(together, attended(token)):
-            assert torch.equal(whole[token], own)
+        for whole, (alone,) in zip(together, attended(token)):
+            assert torch.equal(whole[token], alone)
     assert together[1][4].eq(-math.inf).all() and together[0][4].eq(0).all()
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    seed=st.integers(0, 2**32),
-    key_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 4, 7]),
-    dim=st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
-    dtype=st.sampled_from(DTYPES),
-    window=st.sampled_from([None, None, Window(7), Window(100, True)]),
-    softcap=st.sampled_from([None, None, 2.0, 50.0]),
-    has_slopes=st.booleans(),
-    threads=st.integers(1, 3),
-)
-def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slopes, threads) -> None:
+@settings(deadline=None, max_examples=60)
+@given(dtype=st.sampled_from(DTYPES), **DRAWN)
+def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slopes, threads):
     """Decoding tokens, some behind a prefix whose result they go on from, over caches as they rest."""
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     count, heads, prefix = draw.randrange(1, 5), key_heads * group, draw.choice([1, 64, 90])
@@ -189,16 +169,12 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     q = torch.randn(heads, count, dim, generator=numbers).transpose(0, 1) * draw.choice([0.1, 1.0, 5.0])
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     way = None if window is None else (window.tokens, window.is_chunked), softcap, slopes
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        groups = [TokenGroup(token, 1, (0,), False) for token in range(count) if follows[token]]
-        shared = SegmentTable.of(groups, positions, [(prefix, 0)])
-        found = attend_segments(q, shared.at([pair]), dim**-0.5, *way) if groups else None
-        caches = SegmentTable.of_caches(positions, starts, follows).at_caches(k, v)
-        out, lse = attend_segments(q, caches, dim**-0.5, *way, found)
-    finally:
-        torch.set_num_threads(before)
+    groups = [TokenGroup(token, 1, (0,), False) for token in range(count) if follows[token]]
+    shared = SegmentTable.of(groups, positions, [(prefix, 0)])
+    found = attend_segments(q, shared.at([pair]), dim**-0.5, *way) if groups else None
+    caches = SegmentTable.of_caches(positions, starts, follows).at_caches(k, v)
+    out, lse = attend_segments(q, caches, dim**-0.5, *way, found)
     for slot, (last, goes_on) in enumerate(zip(lasts, follows)):
         keys, values = (
             torch.cat([*([first] if goes_on else []), x[slot, :, : last + 1].float()], 1).transpose(0, 1)
@@ -206,13 +182,10 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
         )
         at = torch.tensor(positions[slot : slot + 1])
         (expected,), (expected_lse,) = formula(q[slot : slot + 1], keys, values, at, dim**-0.5, window, softcap, slopes)
-        # A score is off by some units in its last place, and a weight by as much of itself.
-        bound = 1e-6 * (10 + expected_lse.abs().max().item())
-        torch.testing.assert_close(out[slot].double(), expected, rtol=0, atol=5 * bound)
-        torch.testing.assert_close(lse[slot].double(), expected_lse, rtol=0, atol=bound)
+        assert_close(out[slot], lse[slot], expected, expected_lse, 5.0)
 
 
-def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads() -> None:
+def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
     lasts = [10, 700, 511, 300]
     q, (k, v) = torch.randn(4, 6, 64), torch.randn(2, 4, 2, 701, 64)
 
@@ -220,18 +193,14 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads() -> N
         table = SegmentTable.of_caches([lasts[row] for row in rows], [0] * len(rows), [False] * len(rows))
         return attend_segments(q[[*rows]], table.at_caches(k[[*rows]], v[[*rows]]), 0.125)
 
-    alone, before = [attended(row) for row in range(4)], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            out, lse = attended(*range(4))
-            for row, (own_out, own_lse) in enumerate(alone):
-                assert torch.equal(out[row], own_out[0]) and torch.equal(lse[row], own_lse[0])
-    finally:
-        torch.set_num_threads(before)
+    alone = [attended(row) for row in range(4)]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for row, one in enumerate(alone):
+            assert all(torch.equal(whole[row], part[0]) for whole, part in zip(attended(*range(4)), one))
 
 
-def test_what_it_does_not_take() -> None:
+def test_what_it_does_not_take():
     x = torch.randn(3, 2, 16)
     assert can_attend(x, x)
     assert not can_attend(x, x.half())
@@ -242,7 +211,7 @@ def test_what_it_does_not_take() -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda out, lse: out.add_(1e-3), lambda out, lse: lse.add_(1e-3)])
-def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
+def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch, spoil):
     plain = attention._attend_plainly
     assert attention.loops() is not None
 
@@ -259,7 +228,7 @@ def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
-def test_an_engine_answers_the_same_without_it(tiny, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_an_engine_answers_the_same_without_it(tiny, monkeypatch, family):
     """With shared beginnings, a window, and heads of 8 elements; and it is what computes."""
     draw = random.Random(5)
     stem = [draw.randrange(2, VOCABULARY) for _ in range(40)]

@@ -26,20 +26,16 @@ DTYPES = [torch.float16, torch.bfloat16] if emit.CONVERTS_HALVES else [torch.bfl
     has_bias=st.booleans(),
     threads=st.integers(1, 3),
 )
-def test_any_shape(rows: int, vectors: int, outputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> None:
+def test_any_shape(rows, vectors, outputs, dtype, has_bias, threads):
     # Rows that are parts of larger ones.
     x, weight = (operand[:, emit.LANES :] for operand in operands(rows, (vectors + 1) * emit.LANES, outputs, dtype))
     bias = torch.randn(outputs) if has_bias else None
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        assert_is_product(few_rows_matmul(x, weight, bias), x, weight, bias)
-    finally:
-        torch.set_num_threads(before)
+    assert_is_product(few_rows_matmul(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
+def test_every_number_of_16_bits(dtype):
     weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).view(-1, 1)
     weight = torch.cat((weight, torch.zeros(len(weight), emit.LANES - 1, dtype=dtype)), 1)
     x = torch.zeros(1, emit.LANES)
@@ -52,22 +48,18 @@ def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
     assert not y[0][~numbers].isfinite().any()
 
 
-def test_every_output_is_computed_once_by_each_number_of_threads() -> None:
+def test_every_output_is_computed_once_by_each_number_of_threads():
     """A thread that computes nothing, or another's part, changes the result."""
-    before = torch.get_num_threads()
-    try:
-        for outputs in (1, 3, 4, 5, 1023, 1024, 1025):
-            x, weight = operands(3, 512, outputs, torch.bfloat16)
-            results = []
-            for threads in (1, 2, 5):
-                torch.set_num_threads(threads)
-                results.append(few_rows_matmul(x, weight))
-            assert all(torch.equal(results[0], other) for other in results[1:])
-    finally:
-        torch.set_num_threads(before)
+    for outputs in (1, 3, 4, 5, 1023, 1024, 1025):
+        x, weight = operands(3, 512, outputs, torch.bfloat16)
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(few_rows_matmul(x, weight))
+        assert all(torch.equal(results[0], found) for found in results[1:])
 
 
-def test_what_it_does_not_take() -> None:
+def test_what_it_does_not_take():
     x, weight = operands(3, 128, 10, DTYPES[0])
     assert few_rows_matmul(x, weight) is not None
     assert few_rows_matmul(x, weight.float()) is None
@@ -80,7 +72,7 @@ def test_what_it_does_not_take() -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_loops_that_fail_their_trial_are_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_loops_that_fail_their_trial_are_not_used(monkeypatch, fault):
     """Whatever they compute: a numba or a processor that we do not know."""
 
     def broken(*given: object) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,16 +16,6 @@ from flexgen_helm.kernels.emit import Loop, done, part_of_thread  # noqa: E402
 SHAPES = {"rows": st.integers(1, 40), "threads": st.integers(1, 3), "seed": st.integers(0, 1 << 16)}
 
 
-@contextmanager
-def threads_of(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -38,8 +25,8 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
     x = normal(seed, rows, width + 5)[:, 3 : width + 3] if is_part else normal(seed, rows, width)
     weight = normal(seed + 1, width) if has_weight else None
-    with threads_of(threads):
-        y = layer_rows.rms_norm(x, weight, 1e-3, plus_one and has_weight)
+    torch.set_num_threads(threads)
+    y = layer_rows.rms_norm(x, weight, 1e-3, plus_one and has_weight)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
     if weight is not None:
         exact *= weight.double() + plus_one
@@ -53,8 +40,8 @@ def test_rotation(rows, threads, seed, heads, half, more, is_part):
     width = 2 * half + more
     x = normal(seed, rows, heads + 2, width)[:, 1:-1] if is_part else normal(seed, rows, heads, width)
     cos, sin = normal(seed + 1, 2, rows, 1, 2 * half).unbind()
-    with threads_of(threads):
-        y = layer_rows.rotate(x, cos, sin)
+    torch.set_num_threads(threads)
+    y = layer_rows.rotate(x, cos, sin)
     first, second, left = x.double().split((half, half, more), -1)
     exact = torch.cat((first * cos[..., :half] - second * sin[..., :half],
                        second * cos[..., half:] + first * sin[..., half:], left), -1)  # fmt: skip
@@ -67,8 +54,8 @@ def test_rotation(rows, threads, seed, heads, half, more, is_part):
 def test_gate(rows, threads, seed, name, width):
     x, up = 8 * normal(seed, rows, width), normal(seed + 1, rows, width)
     inner = F.silu(x.double()) if name == "silu" else F.gelu(x.double(), approximate="tanh")
-    with threads_of(threads):
-        y = layer_rows.gate(name, x, up)
+    torch.set_num_threads(threads)
+    y = layer_rows.gate(name, x, up)
     assert y is x
     torch.testing.assert_close(y.double(), inner * up.double(), rtol=1e-5, atol=1e-6)
 
@@ -78,21 +65,21 @@ def test_gate(rows, threads, seed, name, width):
 def test_sums_and_biases(rows, threads, seed, width):
     """Sums are PyTorch's own, bit by bit: nothing else is rounded."""
     x, y, bias = normal(seed, rows, width), normal(seed + 1, rows, width), normal(seed + 2, width)
-    with threads_of(threads):
-        assert torch.equal(layer_rows.add(x.clone(), y), x + y)
-        assert torch.equal(layer_rows.add_bias(x.clone(), bias), x + bias)
+    torch.set_num_threads(threads)
+    assert torch.equal(layer_rows.add(x.clone(), y), x + y)
+    assert torch.equal(layer_rows.add_bias(x.clone(), bias), x + bias)
 
 
 @settings(deadline=None, max_examples=60)
 @given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
 def test_put(rows, threads, seed, heads, width, units):
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    own_units = torch.randint(units, (rows,), generator=torch.Generator().manual_seed(seed))
+    units_of_rows = torch.randint(units, (rows,), generator=torch.Generator().manual_seed(seed))
     target, new = normal(seed, rows, heads, units, width), normal(seed + 1, rows, 2 * heads, width)[:, ::2]
     expected = target.clone()
-    expected.movedim(2, 1)[slots, own_units] = new
-    with threads_of(threads):
-        layer_rows.put_rows(target.movedim(2, 1), slots, own_units, new)
+    expected.movedim(2, 1)[slots, units_of_rows] = new
+    torch.set_num_threads(threads)
+    layer_rows.put_rows(target.movedim(2, 1), slots, units_of_rows, new)
     assert torch.equal(target, expected)
 
 

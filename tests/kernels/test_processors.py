@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 
 import pytest
 
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
 SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
@@ -23,23 +23,23 @@ print(emit.LANES, emit.CONVERTS_HALVES, *(of.loops() is not None for of in (atte
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_trials_on_a_lesser_processor(tmp_path, name: str) -> None:
+def test_trials_on_a_lesser_processor(tmp_path, name):
     variables = {"NUMBA_CPU_NAME": "haswell" if name == "avx2" else "generic", "NUMBA_CPU_FEATURES": PROCESSORS[name]}
     done = subprocess.run(
-        [sys.executable, "-c", TRIALS], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [*python("all"), "-c", TRIALS], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["8", str(name == "avx2"), *["True"] * 4]
 
 
-def test_loops_work_where_what_was_compiled_has_no_room(tmp_path) -> None:
+def test_loops_work_where_what_was_compiled_has_no_room(tmp_path):
     """A full disk, or `ulimit -f`: they are compiled in each process, and still used."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + (
         "from flexgen_helm.kernels import few_rows; print(few_rows.loops() is not None)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [*python("all"), "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import Window
+from tests.helpers.attention_formula import attention as attention_formula
 
 PLAIN = AttentionConfig(0.4)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -31,26 +32,9 @@ def config(request):
     return CONFIGS[request.param]
 
 
-def formula(q, k, v, config, allowed, at=None):
-    """q [T, Hq, D], k and v [S, Hk, D], allowed [T, S] -> output and log-sum-exp in float64, one query at a time.
-
-    at [T]: the queries' positions among the keys, by default their number.
-    """
-    at = range(len(q)) if at is None else at
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.float64)
-    for t in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            scores = (k[:, h // group] @ q[t, h]) * config.scale
-            if config.softcap is not None:
-                scores = config.softcap * torch.tanh(scores / config.softcap)
-            if config.slopes is not None:
-                scores = scores - config.slopes[h].double() * (int(at[t]) - torch.arange(len(k)))
-            scores[~allowed[t]] = -math.inf
-            lse[t, h] = torch.logsumexp(scores, 0)
-            out[t, h] = torch.softmax(scores, 0) @ v[:, h // group]
-    return out, lse
+def formula(q, k, v, config, allowed, at):
+    """allowed [T, S]; at [T]: the queries' positions among the keys."""
+    return attention_formula(q, k, v, allowed, at, config.scale, config.softcap, config.slopes)
 
 
 @pytest.fixture(params=["fused", "direct"])
@@ -65,27 +49,31 @@ def close(part, expected):
     return all((a.double() - b).abs().max() < 1e-5 for a, b in zip(part, expected))
 
 
+def chunk(tokens: int) -> Window:
+    return Window(tokens, is_chunked=True)
+
+
+# Tokens, window, and where positions begin.
+CAUSAL = [
+    (1, None, 0), (2, None, 0), (19, None, 0), (70, None, 0), (19, Window(1), 0), (19, Window(5), 0),
+    (19, Window(18), 0), (19, Window(40), 0), (50, Window(7), 0), (50, Window(25), 0), (50, Window(47), 0),
+    (19, chunk(1), 3), (19, chunk(5), 0), (19, chunk(5), 13), (19, chunk(19), 3), (19, chunk(40), 3),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-@pytest.mark.parametrize(
-    ("tokens", "window", "start"),
-    [
-        (1, None, 0), (2, None, 0), (19, None, 0), (70, None, 0), (19, Window(1), 0), (19, Window(5), 0),
-        (19, Window(18), 0), (19, Window(40), 0), (50, Window(7), 0), (50, Window(25), 0), (50, Window(47), 0),
-        (19, Window(1, is_chunked=True), 3), (19, Window(5, is_chunked=True), 0), (19, Window(5, is_chunked=True), 13),
-        (19, Window(19, is_chunked=True), 3), (19, Window(40, is_chunked=True), 3),
-    ],
-)  # fmt: skip
-def test_causal(kernel, config, key_heads, tokens, window, start, monkeypatch):
+def test_causal(kernel, config, key_heads, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 16)
-    q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
-    at = torch.arange(start, start + tokens)
-    allowed = at[:, None] >= at
-    if window is not None and window.is_chunked:
-        allowed &= at[:, None] // window.tokens == at // window.tokens
-    elif window is not None:
-        allowed &= at[:, None] - at < window.tokens
-    found = attention.attend_causal(q, k, v, config, window, start)
-    assert close(found, formula(q, k, v, config, allowed))
+    for tokens, window, start in CAUSAL:
+        q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
+        at = torch.arange(start, start + tokens)
+        allowed = at[:, None] >= at
+        if window is not None and window.is_chunked:
+            allowed &= at[:, None] // window.tokens == at // window.tokens
+        elif window is not None:
+            allowed &= at[:, None] - at < window.tokens
+        found = attention.attend_causal(q, k, v, config, window, start)
+        assert close(found, formula(q, k, v, config, allowed, at - start)), (tokens, window, start)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
@@ -99,7 +87,7 @@ def test_cached_rows_see_as_many_keys_as_they_have(kernel, config, key_heads):
         allowed = torch.arange(13)[None] < lengths[row]
         keys, values = k[row].transpose(0, 1), v[row].transpose(0, 1)
         one = slice(row, row + 1)
-        assert close((out[one], lse[one]), formula(q[one], keys, values, config, allowed, at=lengths[one] - 1))
+        assert close((out[one], lse[one]), formula(q[one], keys, values, config, allowed, lengths[one] - 1))
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -116,7 +104,7 @@ def test_what_a_window_shows(is_chunked):
             assert window.oldest(position, start) == oldest.item() and max(0, oldest.item() + start) == shown[0]
 
 
-@pytest.mark.parametrize("window", [2, 6, 9, 30])
+@pytest.mark.parametrize("window", [2, 9, 30])
 def test_a_window_over_a_shared_segment_merges_with_the_rest(kernel, config, window):
     """Eight shared keys, then five tokens of one sequence; later tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
@@ -171,11 +159,9 @@ def test_products_of_16_bits_do_not_overflow(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "dim", "masked", "name"),
     [
-        ((7, 5), HALF, 128, False, attention.EFFICIENT), ((7, 5), HALF, 128, True, attention.EFFICIENT),
-        ((7, 5), BRAIN, 128, False, None), ((7, 5), FULL, 128, False, attention.EFFICIENT),
-        ((8, 0), HALF, 128, False, attention.FLASH), ((8, 6), BRAIN, 256, False, attention.FLASH),
-        ((9, 0), BRAIN, 264, False, attention.EFFICIENT), ((9, 0), BRAIN, 128, True, attention.EFFICIENT),
-        ((9, 0), FULL, 128, False, attention.EFFICIENT), ((9, 0), HALF, 12, False, None),
+        ((7, 5), HALF, 128, False, attention.EFFICIENT), ((7, 5), BRAIN, 128, False, None),
+        ((8, 0), HALF, 256, False, attention.FLASH), ((9, 0), BRAIN, 264, False, attention.EFFICIENT),
+        ((9, 0), BRAIN, 128, True, attention.EFFICIENT), ((9, 0), HALF, 12, False, None),
         ((9, 0), FULL, 12, False, attention.EFFICIENT), ((13, 0), HALF, 128, False, None),
     ],
 )  # fmt: skip

@@ -30,7 +30,7 @@ def read(config: dict[str, Any]) -> DecoderConfig | str:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_absent_entry_means_what_transformers_takes_it_for(name: str) -> None:
+def test_an_absent_entry_means_what_transformers_takes_it_for(name):
     config = VARIANTS[name]()
     saved = config.to_dict()
     wrong = {}
@@ -54,7 +54,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("entries", WRONG, ids=str)
-def test_a_value_of_another_type_is_refused_with_the_name_of_its_entry(entries: dict[str, Any]) -> None:
+def test_a_value_of_another_type_is_refused_with_the_name_of_its_entry(entries):
     """No number is a bool or text, nor the other way round; a whole number may stand for another one."""
     content = VARIANTS["llama"]().to_dict()
     config = architecture_of_config({**content, "architectures": ["LlamaForCausalLM"]}).read_config(content)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -23,39 +21,11 @@ def random_rows(seed, *shape, scale=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def formula(x, weight, eps, plus_one):
-    x, weight = x.double(), weight.double() + plus_one
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(0, 70),
-    heads=st.integers(1, 4),
-    size=st.integers(1, 300),
-    scale=st.sampled_from([0.0, 1e-4, 1.0, 1e6]),
-    plus_one=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_it_equals_the_formula(rows, heads, size, scale, plus_one, dtype):
-    wide = random_rows(0, rows, heads, size + 3, scale=scale).to(dtype)
-    x, weight = wide[..., 1:-2], random_rows(1, size).to(dtype)  # not contiguous
-    out = rms_norm(x, weight, EPS, plus_one)
-    tolerance = 2e-5 if dtype == torch.float32 else 2**-8
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), formula(x, weight, EPS, plus_one), rtol=tolerance, atol=tolerance)
-
-
-def test_a_row_alone_has_the_same_bits_as_in_a_batch():
-    x, weight = random_rows(0, 4096, 576), random_rows(1, 576)
-    together = rms_norm(x, weight, EPS)
-    assert all(torch.equal(rms_norm(x[row : row + 1], weight, EPS)[0], together[row]) for row in (0, 1, 777, 4095))
-
-
 def test_one_is_added_before_the_weight_is_rounded():
     weight = torch.full((SIZE,), 2.0**-9, dtype=torch.bfloat16)  # lost if it is added to 1 in 16 bits
     x = random_rows(0, 1, SIZE, scale=100).to(torch.bfloat16)
-    exact = formula(x, weight, EPS, True)
+    rows = x.double()
+    exact = rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 1)
     found = rms_norm(x, weight, EPS, plus_one=True).double()
     torch.testing.assert_close(found, exact.to(torch.bfloat16).double(), rtol=0, atol=0)
     assert not torch.equal(rms_norm(x, weight + 1.0, EPS).double(), found)

@@ -89,12 +89,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
 @pytest.mark.slow
 def test_answers_that_grow_by_pages_and_are_preempted(monkeypatch, tmp_path):
     """States move with their sequences, and are computed again with them."""
-    torch.manual_seed(0)
-    config = tiny_config(HYBRID)
-    config.max_position_embeddings, config.vocab_size = 512, VOCABULARY
-    model = transformers.Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    model.half().save_pretrained(tmp_path)
-    model = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = saved(HYBRID, tmp_path, max_position_embeddings=512, vocab_size=VOCABULARY)
     save_tokenizer(tmp_path)
     asked = requests(8, max_tokens=180, ignore_eos=False, echo_logprobs=False, stop=("x",))
     honest, calls = KVCache.regroup, []
@@ -145,6 +140,7 @@ def test_states_are_counted(tmp_path):
     asked = requests(12)
     with Engine.from_pretrained(tmp_path / "model") as engine:
         needed = engine.run(asked) and engine.last_run["peak_bytes"]["cpu"]
+        assert engine.config.attention_flops(3, 5) == 4 * 2 * engine.config.q_size * 3 * 5, "of the two that attend"
     limits = MemoryLimits(cpu=int(0.3 * needed), disk=256 * MIB)
     with Engine.from_pretrained(tmp_path / "model", limits=limits, offload_dir=tmp_path / "tiers") as engine:
         results, record = engine.run(asked), engine.last_run

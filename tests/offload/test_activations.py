@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
@@ -21,7 +21,7 @@ def store_of(folder, fractions, limits):
     return ActivationStore(tiers, fractions), tiers
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     shares=st.lists(st.integers(0, 20), min_size=3, max_size=3).filter(any),
     batches=st.lists(st.integers(1, 40), min_size=1, max_size=7),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.errors import DiskFullError, MemoryLimitError, OffloadError
+from flexgen_helm.errors import MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
@@ -76,7 +76,7 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
     assert not path.exists()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(writes=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 255)), max_size=12))
 def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkeypatch, writes):
     monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
@@ -110,21 +110,6 @@ def test_a_file_cut_short_is_named_when_opened_and_when_read(tmp_path, mode):
         DirectFile(path, 1, create=True)
     assert path.exists(), "another's file was deleted"
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, mode):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(
-        DiskFullError, match=r"bytes\) free, and 12 KiB \(12,288 bytes\) are needed for f; free some.*--offload-dir"
-    ):
-        DirectFile(tmp_path / "f", 3 * ALIGNMENT, create=True)
-    assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before, "an open descriptor keeps the blocks"
-    assert DiskFullError.exit_code == OffloadError.exit_code == 1
 
 
 HOLDER = """
@@ -178,20 +163,6 @@ def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_two_processes_work_side_by_side(tmp_path):
-    """They begin at the same moment, write the same names, and read what they wrote themselves."""
-    holders = [holder(tmp_path, value) for value in (1, 2)]
-    assert len({run for _, run in holders}) == 2
-    for _ in range(20):
-        for process, _ in holders:
-            process.stdin.write("x\n")
-            process.stdin.flush()
-    for process, _ in holders:
-        out, _ = process.communicate(timeout=30)
-        assert out.split() == ["True"] * 20 and process.returncode == 0
-    assert names(tmp_path) == set()
-
-
 def test_a_name_that_another_container_holds_is_passed_over(tmp_path, monkeypatch):
     """Two containers over one directory can give two processes the same number."""
     numbers = iter([7, 7, 8])
@@ -206,24 +177,6 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match=r"file/below cannot be used \(Not a directory\); name another"):
         OffloadDirectory(tmp_path / "file" / "below")
-
-
-@pytest.mark.parametrize("call", ["open", "mkdir"])
-def test_a_refusal_of_the_system_is_one_sentence(tmp_path, monkeypatch, call):
-    """Also for root, to whom no directory is unwritable."""
-
-    def refuse(*args, **named):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(OffloadError, match=r"cannot be (used|created)( \(|: )Permission denied"):
-        OffloadDirectory(tmp_path / "x").weights(FINGERPRINT, "float16")
-    monkeypatch.undo()
-    files = WeightFiles(tmp_path / "w")
-    monkeypatch.setattr(os, call, refuse)
-    if call == "open":
-        with pytest.raises(OffloadError, match=r"a cannot be used: Permission denied"):
-            files.ensure("a", 8, iter(()))
 
 
 # Weights files.
@@ -344,12 +297,8 @@ except FlexgenError as error:
     print(type(error).__name__, error)
     sys.exit(error.exit_code)
 """
-# All weights, or the whole cache, or all hidden states on the disk.
-ON_DISK = {
-    "weights": "4x2,0,0,0,100,0,100",
-    "cache": "4x2,0,100,0,0,0,100",
-    "activations": "4x2,0,100,0,100,0,0",
-}
+# All weights, or the whole cache on the disk.
+ON_DISK = {"weights": "4x2,0,0,0,100,0,100", "cache": "4x2,0,100,0,0,0,100"}
 
 
 def run_engine(

@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.placement import TIERS, Machine, StorageSizes, loader_buffer_bytes
-from flexgen_helm.planner.weight_placement import place_weights
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -119,28 +115,3 @@ def test_a_layer_larger_than_the_limit_runs(tmp_path, overlap):
         ours = (*a.completions[0].logprobs, *a.prompt_logprobs[1:])
         theirs = (*b.completions[0].logprobs, *b.prompt_logprobs[1:])
         assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) < 1e-4
-
-
-def test_a_policy_leaves_room_for_what_loaders_read_into(tiny, tmp_path):
-    """Just enough host memory for the weights there and the loaders' buffers works; a byte less is refused."""
-    path = tiny("llama").path
-    storage = StorageSizes(read_model_config(path)[0])
-    policy = Policy(1, 1, wg=0.2, wc=0.5, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
-    on_host = sum(size for name, size in storage.matrices.items() if placed(storage, policy)[name] == "cpu")
-    enough = on_host + loader_buffer_bytes(storage)
-    request = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=3)
-
-    def answer(cpu):
-        limits = MemoryLimits(gpu=64 << 20, cpu=cpu)
-        options = {"device": "sim", "policy": policy, "limits": limits, "offload_dir": tmp_path}
-        with Engine.from_pretrained(path, **options) as engine:
-            return engine.run([request])[0]
-
-    assert answer(enough).error is None
-    with pytest.raises(MemoryLimitError, match="the cpu tier is limited"):
-        answer(enough - 1)
-
-
-def placed(storage, policy):
-    limits = dict.fromkeys(TIERS, 1 << 30)
-    return place_weights(storage, Machine(limits, "gpu"), policy).weights

@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, MemoryLimits, Policy
@@ -44,7 +44,7 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     assert_same(results, in_memory(variant))
 
 
-@settings(max_examples=share_of(12, 2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(12, 2))
 @given(
     policy=policies(),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),

@@ -19,8 +19,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("heads, dim", [(12, 64), (3, 80), (1, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads, dim, dtype", [(12, 64, torch.float16), (3, 80, torch.float32), (1, 16, torch.float16)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_group_takes_the_bytes_that_the_codec_writes(name, dtype, heads, dim):
     fmt = FORMATS[name]

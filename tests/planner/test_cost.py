@@ -12,7 +12,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner import placement
-from flexgen_helm.planner.cost_model import RESOURCES, block_costs, pass_seconds
+from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
@@ -90,15 +90,6 @@ def test_what_is_between_products_takes_as_long_as_its_bytes():
     (prefill, decode), (fast_prefill, fast_decode) = products(1e9), products(math.inf)
     assert prefill - fast_prefill == pytest.approx(rows * 512 * of_token, rel=1e-6)
     assert decode - fast_decode == pytest.approx(31 * rows * of_token, rel=1e-6)
-
-
-def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
-    costs = block_costs(flexgen(), BlockShape(48, 3, ZIGZAG))
-    x = fraction_vector(Policy(48, 3, 0.2, 0.8, 0, 1, 0, 1), True)
-    spent = [float(costs.decode[name] @ x) for name in RESOURCES]
-    assert pass_seconds(costs.decode, x, 1.0) == pytest.approx(max(spent))
-    assert pass_seconds(costs.decode, x, 0.0) == pytest.approx(sum(spent))
-    assert pass_seconds(costs.decode, x, 0.25) == pytest.approx(0.25 * max(spent) + 0.75 * sum(spent))
 
 
 def test_row_by_row_reads_the_weights_for_every_batch():

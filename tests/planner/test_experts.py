@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -68,7 +67,7 @@ def test_the_fitted_skew_explains_what_was_counted(count, per_token, skew, batch
 
 
 @given(st.tuples(*[st.integers(0, 10)] * 2), st.sampled_from(["mixtral-8x7b-v0.1", "qwen3-30b-a3b"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
     gpu, cpu = shares[0] / 10, min(shares[1], 10 - shares[0]) / 10
     sizes = StorageSizes(config(model)).matrices
@@ -111,17 +110,12 @@ def test_a_pass_reads_the_experts_that_its_tokens_use():
     assert prefill == pytest.approx(whole, rel=0.05), "a prompt uses them all"
 
 
-def test_counted_skew_lowers_what_is_read():
-    assert decode_reads(replace(problem(), expert_skew=1.5), 8) < 0.8 * decode_reads(problem(), 8)
-
-
-@pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.config.experts is not None])
-def test_an_expert_has_the_weights_of_its_tensors(name):
-    model = CATALOG[name].config
-    shapes = tensor_shapes(model)
-    first = next(expert for tensor in shapes if (expert := expert_of(tensor)) is not None)
-    values = (prod(shape) for tensor, shape in shapes.items() if tensor.startswith(f"{first}."))
-    assert model.expert_elements == sum(values)
+def test_an_expert_has_the_weights_of_its_tensors():
+    for model in (entry.config for entry in CATALOG.values() if entry.config.experts is not None):
+        shapes = tensor_shapes(model)
+        first = next(expert for tensor in shapes if (expert := expert_of(tensor)) is not None)
+        values = (prod(shape) for tensor, shape in shapes.items() if tensor.startswith(f"{first}."))
+        assert model.expert_elements == sum(values), model
 
 
 @pytest.mark.parametrize("limit", [2, 8, 64])

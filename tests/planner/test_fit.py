@@ -36,12 +36,6 @@ def test_it_is_the_slowest_tier_with_a_share(name: str, precision: str, machine:
     assert fit(CATALOG[name].config, PRECISIONS[precision], MACHINES[machine]) == expected
 
 
-def test_a_download_takes_its_room_on_the_disk() -> None:
-    config, limits = CATALOG["opt-6.7b"].config, MACHINES[1]
-    assert fit(config, PRECISIONS["fp16"], limits, 300 * GIB) == "in memory"
-    assert fit(config, PRECISIONS["fp16"], limits, 401 * GIB) == "too large for the disk"
-
-
 @pytest.mark.slow
 def test_sizes_are_those_of_the_bytes_that_are_stored() -> None:
     """Two bytes a parameter, and in 4 bits what packing the real tensors takes."""

@@ -65,8 +65,8 @@ def test_a_data_set_that_no_pass_can_hold_is_scored_in_blocks(model, machine):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     names = sorted(CATALOG, key=lambda name: CATALOG[name].config.hidden_size)
-    some = random.Random(machine).sample(names, 3)
-    assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], *some)])
+    some = random.Random(machine).choice(names)
+    assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], some)])
 
 
 def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
@@ -82,7 +82,7 @@ def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
 
 @pytest.mark.slow
 @given(st.integers(40, 200), st.integers(60, 400), st.integers(1, 40), st.sampled_from([1, 2, 8]))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 def test_a_latency_that_is_told_to_suffice_suffices(gpu, cpu, count, output):
     problem = small(gpu, cpu, count=count, output=output)
     assume(found_or_none(problem))
@@ -117,7 +117,7 @@ SHARES = [[1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 1, 1, 
 
 @pytest.mark.slow
 @given(problems)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @example(("opt-30b", "t4", (512, 32, 3), "fp16"))
 @example(("mixtral-8x7b-v0.1", "t4", (1500, 2, 9), "fp16"))
 @example(("opt-6.7b", "rtx3090", (1500, 32, 17), "fp16"))  # 9 and 8 sequences
@@ -140,7 +140,7 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
 
 
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))
-@settings(max_examples=share_of(25, 4), deadline=None, derandomize=True)
+@settings(max_examples=share_of(25, 12), derandomize=True)
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "read")
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "cpu")
 @example(("opt-30b", "t4", (512, 8, 9), "fp16"), "link")
@@ -212,7 +212,7 @@ tenths = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda n: (n[0] /
     st.sampled_from(["fp16", "4bit"]),
     st.sampled_from([1.0, 0.5, 4.0]),
 )
-@settings(max_examples=share_of(60, 2), deadline=None, derandomize=True)
+@settings(max_examples=share_of(60, 2), derandomize=True)
 @example("qwen3-30b-a3b", "t4", (0.0, 0.0), (16, 16, 8), (8, 1), "fp16", 1.0)
 @example("opt-125m", "t4", (0.3, 0.0), (16, 16, 8), (8, 1), "fp16", 1.0)
 @example("llama-3.1-8b", "t4", (0.1, 0.0), (16, 16, 8), (8, 1), "fp16", 1.0)

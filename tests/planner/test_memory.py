@@ -39,13 +39,6 @@ def test_a_planned_block_is_let_in_whole(plan):
     assert limits(None, plan).pass_tokens == ACTIVATIONS_SHARE * 1_000_000 // 500  # nobody counted
 
 
-def test_what_the_cache_needs_is_left_to_it(plan):
-    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)  # 30 x 20 x 1200 bytes of cache
-    found = limits(policy, replace(plan, cache=NEAR))
-    assert found.pass_tokens == (1_000_000 - 720_000) // 500
-    assert found.cache_tokens >= 600
-
-
 @pytest.mark.parametrize("sequences", [30, 60])
 def test_a_planned_block_that_keeps_no_cache_is_let_in_whole(plan, sequences):
     """Each sequence draws one token: its cache is never made, and shared prefixes have what the block leaves."""
@@ -53,13 +46,6 @@ def test_a_planned_block_that_keeps_no_cache_is_let_in_whole(plan, sequences):
     found = limits(Policy(sequences, 1, 0, 1, 1, 0, 1, 0), replace(plan, cache=NEAR), asked=scored)
     assert found.pass_tokens == sequences * 20
     assert found.cache_tokens == (1_000_000 - sequences * 20 * 500) // 1200
-
-
-def test_groups_that_the_host_attends_to_need_no_staging(plan):
-    policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
-    tight = {**FREE, "gpu": 800_000}
-    pair = [limits(policy, plan, attends, free=tight).pass_tokens for attends in (True, False)]
-    assert pair == [1600, (800_000 - 2 * 32 * 21 * 100) // 500]
 
 
 def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():

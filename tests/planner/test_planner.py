@@ -1,4 +1,4 @@
-"""The planner of an engine, without an engine: `place`, `plan`, `learn`; and who may know what is behind them."""
+"""The planner of an engine, without an engine: `place`, `plan`, `learn`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,3 @@ def test_what_a_run_taught_moves_the_next_prediction_to_what_was_measured():
     for _ in range(6):
         last = planner.learn(plan, WORKLOAD, 24, record)
     assert last.latency_s == pytest.approx(measured.latency_s, rel=0.05)
-
-
-# What is behind the three verbs.

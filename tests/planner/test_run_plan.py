@@ -9,9 +9,8 @@ import pytest
 from flexgen_helm.planner.placement import Machine, SchedulerLimits, StorageSizes
 from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Choices, Policy
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
-from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.weight_placement import place_weights
-from tests.helpers.planning_problems import MIB, config, small
+from tests.helpers.planning_problems import MIB, config
 
 OPT = config("opt-125m")
 STORAGE = StorageSizes(OPT)
@@ -28,34 +27,6 @@ def plan(placement=None, run=RUN, policy=None, schedule=None, solution=None):
     return plan_run(placement or placed(), run, FREE, Choices(policy, schedule), solution)
 
 
-def test_without_a_policy_the_plan_follows_the_placement_of_the_weights():
-    made = plan()
-    assert (made.policy, made.schedule) == (None, ZIGZAG)
-    assert made.cache == {"gpu": 0, "cpu": 1, "disk": 0} and made.activations["gpu"] == 1
-    roomy = plan(placed(limits={tier: 1 << 40 for tier in LIMITS}))
-    assert roomy.schedule == ROW and roomy.cache["gpu"] == 1
-
-
-def test_a_policy_decides_block_and_placement():
-    policy = Policy(8, 3, 0.1, 0.9, 0, 0.5, 0, 1)
-    made = plan(placed(policy), policy=policy)
-    assert made.policy == policy and made.schedule == ZIGZAG
-    assert made.cache == {"gpu": 0, "cpu": 0.5, "disk": 0.5} and made.activations == {"gpu": 0, "cpu": 1, "disk": 0}
-    assert (made.limits.batch_sequences, made.limits.max_sequences) == (8, 24)
-
-
-def test_a_search_takes_precedence_and_leaves_nothing_behind():
-    """What a search found for one run does not outlive it: the next one may find nothing."""
-    memory = placed()
-    before = plan(memory)
-    found = search(small(100, 400))
-    moved = Solution(Policy(4, 1, 0, 1, 0, 0, 0, 0), ROW, found.prediction)
-    searched = plan(memory, solution=moved)
-    assert (searched.policy, searched.schedule) == (moved.policy, ROW)
-    assert searched.cache["disk"] == searched.activations["disk"] == 1
-    assert plan(memory) == before
-
-
 def test_a_pass_over_the_whole_data_set_spreads_its_hidden_states():
     made = plan(schedule=PREFILL_ONLY, run=RunSize(40, 100_000))
     assert made.activations["gpu"] == pytest.approx(0.1 * FREE["gpu"] / (100_000 * 768 * 4))
@@ -68,7 +39,8 @@ def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
     assert made.comparable_policy(5000) == Policy(128, 1, 0, 1, 0, 1, 0, 1)
     streamed = plan()
     closest = streamed.comparable_policy(5000)
-    assert (closest.gpu_batch_size, closest.num_gpu_batches) == (2048, 2)
+    assert (closest.gpu_batch_size, closest.num_gpu_batches) == (1667, 3)
+    assert streamed.comparable_policy(3000).block_size == 3000
     assert (closest.wg, closest.cc, closest.hg) == (placed().shares["gpu"], 1, 1)
     given = Policy(3, 1)
     assert plan(policy=given).comparable_policy(24) is given

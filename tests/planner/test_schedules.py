@@ -13,7 +13,7 @@ from flexgen_helm.scheduling.scheduler import WorkItem, work_items
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
 @given(st.integers(1, 12), st.integers(1, 12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_an_order_takes_every_batch_through_all_stages_in_sequence(schedule, num_stages, num_batches):
     items = list(schedule.order(num_stages, num_batches))
     for batch in range(num_batches):

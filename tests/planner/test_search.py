@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import search as search_module
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import PREFILL_ONLY, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import frontier_points, search
-from flexgen_helm.planner.weight_placement import place_weights
+from flexgen_helm.planner.weight_placement import leaving_room, place_weights
 from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
 
 @given(st.integers(30, 600), st.integers(20, 900), st.integers(1, 64), st.integers(1, 200), st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8)
 def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
     problem = small(gpu, cpu, prompt=prompt, output=output, count=count)
     try:
@@ -42,7 +43,7 @@ def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
 
 
 @given(st.integers(30, 400), st.integers(60, 600), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8)
 def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
     """Vectors, staging and copies in the compute dtype included: the engine refuses what exceeds a tier."""
     problem = small(mib, host_mib)
@@ -56,11 +57,20 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
     place_weights(problem.storage, problem.machine, policy)
 
 
+def test_weights_that_a_gpu_has_no_room_for_go_to_the_host():
+    storage = StorageSizes(config("opt-125m"))
+    total = sum(storage.matrices.values())
+    machine = Machine({"gpu": int(0.6 * total), "cpu": 2 * total, "disk": 0}, "gpu")
+    policy = leaving_room(Policy(8, 2, 0.55, 0.45, 0, 1, 1, 0), storage, machine)
+    assert policy.wg < 0.5 and policy.wg + policy.wc == pytest.approx(1)
+    place_weights(storage, machine, policy)
+
+
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))
 @example(137, 60, "cpu", 4.0)  # where the best block leaves no room for whole matrices
 @example(60, 134, "cpu", 1.234375)  # 2.3 % less, because a matrix less is on the GPU
 @example(75, 75, "cpu", 1.140625).xfail(raises=AssertionError, reason="4.6 % less: single matrices do not move")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5)
 def test_more_memory_never_predicts_less(gpu, cpu, tier, factor):
     """To a thirtieth: whole matrices may fall differently."""
     more = (gpu * factor, cpu) if tier == "gpu" else (gpu, cpu * factor)
@@ -169,18 +179,9 @@ def test_what_is_advised_is_enough(before, after):
     assert search(thirty_billion(*after[0], **after[1])).prediction.feasible
 
 
-def test_weights_that_lie_already_stay():
-    problem = small(100, 200)
-    weights = search(problem).policy
-    later = replace(problem, workload=Workload.uniform(100, 3, 50))
-    found = search(later, fixed=weights)
-    assert (found.policy.wg, found.policy.wc) == pytest.approx((weights.wg, weights.wc), abs=1e-4)
-
-
-@pytest.mark.parametrize("gpu, cpu", [(30, 2000), (100, 800)])
-def test_of_equal_costs_the_one_in_memory_is_taken(gpu, cpu, monkeypatch):
+def test_of_equal_costs_the_one_in_memory_is_taken(monkeypatch):
     """A disk that takes no time: what has room in memory stays there all the same."""
-    problem = small(gpu, cpu)
+    problem = small(100, 800)
     disk = replace(problem.hardware.disk, read_bytes_s=1e18, write_bytes_s=1e18, access_s=0.0)
     problem = replace(problem, hardware=replace(problem.hardware, disk=disk))
     found = search(problem)
@@ -204,8 +205,8 @@ def test_a_plan_says_why_and_what_would_help():
 
 def test_a_frontier_rises_and_can_be_drawn():
     problem = small(64, 150, endless=True)
-    found = frontier_points(problem, 5)
-    assert len(found) >= 3
+    found = frontier_points(problem, 3)
+    assert len(found) >= 2
     assert [p["latency_s"] for p in found] == sorted(p["latency_s"] for p in found)
     assert [p["tokens_per_s"] for p in found] == sorted(p["tokens_per_s"] for p in found)
     best = search(problem).prediction.tokens_per_s

@@ -7,7 +7,6 @@ answer to whole benchmarks, calibrated choices and perturbed data included, is i
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -30,12 +29,11 @@ from helm.proxy.retry import NonRetriableException
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.chat_models import CHATML
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 from tests.plugin.objects import execution, state
 
 WINDOW = 400
-MODEL, CHAT = "flexgen/contract", "flexgen/contract-chat"
+MODEL = "flexgen/contract"
 PROMPT = "the quick brown fox: é☃🦊 jumps\n\nover"
 
 
@@ -68,12 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def helm(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalContext]:
-    """HELM's context, which knows two names of the checkpoint, one with a template."""
+    """HELM's context, which knows the checkpoint by its name."""
     home = tmp_path_factory.mktemp("home")
-    chat = Path(shutil.copytree(model.folder, home / "chat"))
-    (chat / "chat_template.jinja").write_text(CHATML)
-    names = {"contract": str(model.folder), "contract-chat": str(chat)}
-    (home / "models.yaml").write_text(yaml.safe_dump(names))
+    (home / "models.yaml").write_text(yaml.safe_dump({"contract": str(model.folder)}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_HOME", str(home / "home"))
         patch.setenv("FLEXGEN_HELM_MODELS", str(home / "models.yaml"))
@@ -166,34 +161,6 @@ def test_the_window_at_its_exact_limits(helm: LocalContext, model: Model) -> Non
         assert len(completion.tokens) == len(ids) + expected or ended
         over = helm.make_request(request(cut + "f", max_tokens=expected, echo_prompt=True))
         assert not over.success and "beyond the model's window" in str(over.error)
-
-
-# Chats
-
-
-def test_messages_go_through_the_template_and_need_one(helm: LocalContext) -> None:
-    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]
-    chat = dict(model=CHAT, model_deployment=CHAT, prompt="", messages=turns)
-    by_messages = ask(helm, request(**chat))
-    rendered = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
-    by_text = ask(helm, request(rendered))
-    assert by_messages.completions[0].text == by_text.completions[0].text
-    with pytest.raises(NonRetriableException, match="no chat template"):
-        helm.make_request(request("", messages=turns))
-
-
-def test_a_score_is_of_the_text_itself_with_a_template_too(helm: LocalContext) -> None:
-    """Calibration prompts and scored choices echo; a template around them would score another text."""
-    for prompt in ("Answer:", PROMPT):
-        scored = [
-            ask(helm, request(prompt, model=name, model_deployment=name, echo_prompt=True, max_tokens=0))
-            for name in (MODEL, CHAT)
-        ]
-        (plain,), (with_template,) = (own.completions for own in scored)
-        assert [token.text for token in plain.tokens] == [token.text for token in with_template.tokens]
-        # Another test may have asked for the same beside other requests, whose block rounds otherwise.
-        logprobs = [token.logprob for token in plain.tokens]
-        assert logprobs == pytest.approx([token.logprob for token in with_template.tokens], abs=1e-5)
 
 
 # Errors

@@ -52,21 +52,6 @@ def test_top_k_per_token_does_not_restrict_sampling() -> None:
     assert prepared(warm).request.temperature == 1.0
 
 
-def test_sampling_is_seeded_by_the_request_alone() -> None:
-    warm = replace(PLAIN, temperature=1.0)
-    seeds = [prepared(r).request.seed for r in (warm, replace(warm, random="1"), replace(warm, prompt="other"))]
-    assert len(set(seeds)) == 3
-    assert prepared(warm).request.seed == seeds[0]
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert prepared(replace(PLAIN, random="1")).key == prepared(PLAIN).key  # greedy: nothing to draw
-
-
-def test_chat_goes_through_the_template_without_a_second_bos() -> None:
-    chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}])
-    engine_request = prepared(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
-    assert engine_request.request.prompt_token_ids == tuple(map(ord, "\x01<user>Hi<assistant>"))
-
-
 @pytest.mark.parametrize(
     "change, says",
     [

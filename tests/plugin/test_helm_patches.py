@@ -254,15 +254,6 @@ def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: p
 # The suite's small parts
 
 
-def test_the_suite_writes_names_as_helm_needs_them() -> None:
-    text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
-    assert ModelSettings().names(text) == [text.replace("facebook/opt", "facebook--opt")]
-    assert ModelSettings(["4bit"]).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
-    both = ModelSettings(["fp16", "4bit"])
-    assert both.names("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
-    assert both.names("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
-
-
 def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
     for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
         outcome = suite.run_suite(arguments)

@@ -223,13 +223,9 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
 def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        out = torch.full((rows, width), math.nan)
-        assert dequantize_into(packed, fmt, out) is out
-    finally:
-        torch.set_num_threads(before)
+    out = torch.full((rows, width), math.nan)
+    assert dequantize_into(packed, fmt, out) is out
     assert torch.equal(out, dequantize(packed, fmt, rows, width))
 
 
@@ -240,12 +236,8 @@ def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, 
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))
     x = matrix(tokens, width, 1.0, seed=1)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        y = quantized_matmul(x, packed, fmt, rows)
-    finally:
-        torch.set_num_threads(before)
+    y = quantized_matmul(x, packed, fmt, rows)
     weights = dequantize(packed, fmt, rows, width).double()
     # Codes and offsets are summed apart and then cancel, so the error is relative to the sum of absolute values.
     bound = 1e-6 * (x.double().abs() @ (weights.abs() + 1).t())

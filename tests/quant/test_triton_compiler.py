@@ -193,24 +193,3 @@ def test_products_with_no_rows_and_with_many(monkeypatch):
         64,
         32,
     ]
-
-
-# Name, capability, processors, clock in Hz, bytes a second of memory, rows with 16 bits, with float32.
-DEVICES = [
-    ("T4", (7, 5), 40, 1.59e9, 320e9, 32, 128),
-    ("RTX 3090", (8, 6), 82, 1.695e9, 936e9, 192, 192),
-    ("A100 40 GB", (8, 0), 108, 1.41e9, 1.555e12, 256, 32),
-    ("H100", (9, 0), 132, 1.83e9, 3.35e12, 192, 64),
-]
-
-
-@pytest.mark.parametrize("name, capability, processors, clock, memory, half, single", DEVICES)
-def test_rows_that_are_worth_reading_codes_again(name, capability, processors, clock, memory, half, single):
-    """One size more is slower by the same arithmetic, written out here."""
-    assert triton_launches.direct_rows(capability, processors, clock, memory, 2) == half
-    assert triton_launches.direct_rows(capability, processors, clock, memory, 4) == single
-    if name == "T4":  # 65 multiply-adds of each weight in float32, beside 9/16 + 2 + 2 bytes
-        assert 33 / (40 * 64 * 1.59e9) / 0.7 < (9 / 16 + 4) / memory < 65 / (40 * 64 * 1.59e9) / 0.7
-    if name == "H100":  # 9.4 instructions of each weight for every 64 rows, beside the same bytes
-        times = [4 * 9.4 / (132 * 128 * 1.83e9) / 0.7, 3 * 9.4 / (132 * 128 * 1.83e9) / 0.7]
-        assert times[1] < (9 / 16 + 4) / memory < times[0]

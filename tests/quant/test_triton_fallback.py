@@ -117,8 +117,8 @@ def test_triton_takes_what_its_kernels_can_address():
 
     good = OnDevice((36, 1), 4096)
     assert kernels._is_for_triton(good, good)
-    for other in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096), OnDevice((36, 2), 4096)):
-        assert not kernels._is_for_triton(other, good)
+    for unsuited in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096), OnDevice((36, 2), 4096)):
+        assert not kernels._is_for_triton(unsuited, good)
     assert not kernels._is_for_triton(good, torch.zeros(1)) and not kernels._is_for_triton(torch.zeros(2, 2), good)
 
 

@@ -13,14 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from errno import EACCES, EDQUOT, EMFILE, ENOLCK, ENOMEM, ENOSPC, ENOSYS, EROFS, errorcode
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.killed_suites import Outcome, Suites
+from tests.helpers.killed_suites import Outcome, Suites, pickled_model
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import IS_WHOLE
-from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 FULL = (ENOSPC, EDQUOT)
 # What a call may answer; HELM, SQLite, safetensors and PyTorch make some of them.
@@ -127,22 +125,10 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailingCalls]:
     if compiler is None:
         pytest.skip("no C compiler here, so no call can be made to fail")
     folder = tmp_path_factory.mktemp("failing")
-    with started(folder, compiler) as suites:
-        yield FailingCalls(suites)
-
-
-def started(folder: Path, compiler: str) -> Suites:
-    import torch
-    from safetensors.torch import load_file
-
     source, library = ROOT / "tests" / "helpers" / "failing_calls.c", folder / "failing_calls.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-    model = folder / "model"
-    save_random(model, llama_config(max_position_embeddings=2000), seed=1)
-    save_tokenizer(model)
-    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
-    (model / "model.safetensors").unlink()
-    return Suites(folder, model, library)
+    with Suites(folder, pickled_model(folder / "model"), library) as suites:
+        yield FailingCalls(suites)
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
@@ -63,6 +64,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "id outside": ({"prompt_token_ids": [VOCABULARY]}, "outside the vocabulary"),
     "negative id": ({"prompt_token_ids": [-1]}, "outside the vocabulary"),
     "id is a text": ({"prompt_token_ids": ["a"]}, "no token id"),
+    "ids are a text": ({"prompt_token_ids": "78"}, ""),
+    "ids are floats": ({"prompt_token_ids": np.array([7.0, 8.0])}, ""),
+    "ids are nested": ({"prompt_token_ids": [[7, 8]]}, ""),
+    "prompt and ids": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
+    "nothing to be drawn from": ({"prompt": "a", "top_p": 0.0}, "top_p"),
+    "no completion": ({"prompt": "a", "n": 0}, "n"),
+    "less than no token": ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    "stop is an array": ({"prompt": "a", "stop": np.array(["b", "c"])}, ""),
+    "stop is an iterator": ({"prompt": "a", "stop": iter("bc")}, ""),
+    "messages without a template": ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
     "temperature is no number": ({"prompt": "a", "temperature": float("nan")}, "temperature"),
     "empty stop string": ({"prompt": "a", "stop": [""]}, "non-empty"),
     "stop is a number": ({"prompt": "a", "stop": [3]}, "non-empty"),
@@ -101,7 +112,7 @@ fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(fields)
 def test_any_value_in_any_field_fails_alone_or_works(engine: Engine, values: dict[str, Any]) -> None:
     (result,) = run_beside_a_good_one(engine, GenerationRequest(**values))

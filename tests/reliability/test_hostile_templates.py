@@ -25,6 +25,7 @@ REFUSED = {
     "a deep expression": ("{% if " + "(" * 3000 + "1" + ")" * 3000 + " %}{% endif %}", "recursion"),
     "no Jinja": ("{% for %}", "refuses these messages"),
     "a power": ("{{ 9**9**9 }}", "a power"),
+    "many products": ("{% macro f(x) %}" + "{% set x = x*x %}" * 22 + "{% endmacro %}{{ f(3) }}", "22 products"),
     "a power among keyword arguments": ("{{ dict(x, **{'a': 9\n**9}) }}", "a power"),
 }  # fmt: skip
 

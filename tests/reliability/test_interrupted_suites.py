@@ -14,27 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites
+from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites, pickled_model
 from tests.helpers.shares import share
 from tests.helpers.small_disks import read_only, small_disk
-from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 PHASES = ("load", "convert", "compute", "cache", "write", "rename")  # the last two: of results too
 
 
 @pytest.fixture(scope="module")
 def suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suites]:
-    import torch
-    from safetensors.torch import load_file
-
     folder = tmp_path_factory.mktemp("killed")
-    model = folder / "model"
-    # HELM's prompts have hundreds of tokens in the tiny tokenizer.
-    save_random(model, llama_config(max_position_embeddings=2000), seed=1)
-    save_tokenizer(model)
-    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
-    (model / "model.safetensors").unlink()
-    with Suites(folder, model) as suites:
+    with Suites(folder, pickled_model(folder / "model")) as suites:
         yield suites
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.data_sets import write_data
-from tests.helpers.forks import python
 from tests.helpers.helm_runs import Place
+from tests.helpers.real_runs import flexgen_helm
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel
 
@@ -41,13 +39,8 @@ def score(folder: Path, model: Path, count: int) -> dict[str, Any]:
     folder.mkdir()
     write_data(folder / "data", [passage(number) for number in range(count)], [])
     (folder / "models.yaml").write_text(json.dumps({"tiny": str(model)}))
-    variables = {"FLEXGEN_HELM_HOME": str(folder / "home"), "FLEXGEN_HELM_DATA": str(folder / "data"),
-                 "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"), "OMP_NUM_THREADS": "1"}  # fmt: skip
     began = time.monotonic()
-    done = subprocess.run(
-        [*python("all"), "-c", RUN, "run", "-r", ENTRY, "-m", str(count), "--suite", "s"],
-        cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = flexgen_helm(folder, "run", "-r", ENTRY, "-m", str(count), "--suite", "s", program=RUN)
     assert done.returncode == 0, done.stderr[-2000:]
     (record,) = (folder / "benchmark_output/runs/s").glob("*/flexgen_run.json")
     (cache,) = (folder / "home" / "journal").glob("*.sqlite")

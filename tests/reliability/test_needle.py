@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
@@ -122,7 +122,7 @@ def find(
 
 
 @pytest.mark.fast(2)
-@settings(max_examples=share_of(24, 4), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=share_of(24, 4))
 @given(asked=st.builds(haystack, company, st.integers(0, 9)), plan=plans)
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
 def test_the_needle_keeps_its_answer(

@@ -15,7 +15,7 @@ from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.paired import LEVEL
 from tests.helpers.suites import accuracies, write_run
 
-COUNT = 1000
+COUNT = 500
 SECONDS = {"fp16": 8.0, "fp16-s": 6.0, "4bit": 3.0, "4bit-s": 2.0, "paper-4bit": 4.0}
 
 
@@ -115,10 +115,8 @@ def test_a_model_that_cannot_be_judged_has_no_choice(command, tmp_path, capsys):
     assert "flexgen/tiny: take 4bit" in text and "1 other model has no precision that can be judged" in text
 
 
-@pytest.mark.fast(2)
 @pytest.mark.parametrize(
-    "device, shares, is_resident",
-    [("cpu", {"cpu": 1.0}, True), ("cpu", {"cpu": 0.4, "disk": 0.6}, False), ("cuda", {"gpu": 0.0, "cpu": 1.0}, False)],
+    "device, shares, is_resident", [("cpu", {"cpu": 1.0}, True), ("cuda", {"gpu": 0.0, "cpu": 1.0}, False)]
 )
 def test_times_without_offloading_are_said(tmp_path, device, shares, is_resident):
     write_suite(tmp_path, {"4bit": 0}, achieved_placement={"weights": shares}, hardware={"device": device})

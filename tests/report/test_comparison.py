@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import subprocess
 
 import numpy as np
 import pandas as pd
@@ -17,10 +16,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
 from flexgen_helm.report.pages import comparison_page
 from flexgen_helm.report.tables import comparison_tables, interval_scales, speeds_table
-from tests.helpers.console_script import SCRIPT
-from tests.helpers.forks import python
 from tests.helpers.suites import accuracies, write_run
-from tests.helpers.terminal import run_in_terminal
 
 
 def speed_rows(model):
@@ -100,21 +96,6 @@ def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
     assert changes["bits_per_byte"].change == pytest.approx(
         expected["4bit"]["bits_per_byte"] - expected["fp16"]["bits_per_byte"]
     )
-
-
-def test_noise_is_not_called_a_difference(tmp_path):
-    """The inverse: equal on average, or for every instance; interval and test agree."""
-    draw = np.random.default_rng(2)
-    losses = draw.normal(5, 1, 400)
-    for precision, shift in (("fp16", 0.0), ("4bit", draw.normal(0, 0.3, 400)), ("4bit-s", 0.0)):
-        shift = shift - np.mean(shift)
-        instances = {f"id{i}": {"logprob": float(-x)} for i, x in enumerate(losses + shift)}
-        mean = np.mean([values["logprob"] for values in instances.values()])
-        write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-mean)}, instances)
-    (model,) = compare_suite(tmp_path)
-    noisy, same = model.comparisons
-    assert noisy.interval[0] < 1 < noisy.interval[1] and noisy.test.p_value > 0.5
-    assert same.interval == (1.0, 1.0) and same.test.p_value == 1.0
 
 
 def test_only_shared_instances_are_compared_and_the_others_noted(tmp_path):
@@ -314,30 +295,3 @@ def test_the_page_is_self_contained(tmp_path):
     html = comparison_page(compare_suite(tmp_path), "<suite>").to_html()
     assert "&lt;suite&gt;: fp16" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
     assert "0.6667" in html and "1.0000 (1 : 1)" in html and len(html) < 30_000
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    suite = tmp_path / "runs" / "mine"
-    write_accuracies(suite, "fp16", [1, 0, 1])
-    write_accuracies(suite, "4bit", [1, 1, 0])
-
-    def compare(*arguments):
-        code = (
-            "import sys; from flexgen_helm.cli import main\n"
-            "try:\n    code = main(['compare', *sys.argv[1:]])\nexcept SystemExit as end:\n    code = end.code\n"
-            "assert 'torch' not in sys.modules and 'helm' not in sys.modules\nsys.exit(code)"
-        )
-        command = [*python("plan"), "-c", code, "-o", str(tmp_path), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    done = compare("--suite", "mine")
-    assert done.returncode == 0, done.stderr
-    assert "| fp16 " in done.stdout and "exact_match" in done.stdout  # markdown, to be pasted
-    shown = run_in_terminal([str(SCRIPT), "compare", "-o", str(tmp_path), "--suite", "mine"], tmp_path, columns=120)
-    assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
-    assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
-    assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
-    for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
-        refused = compare(*arguments)
-        assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1

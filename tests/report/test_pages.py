@@ -54,7 +54,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
     problem = small(64, 150, endless=True)
-    frontier = frontier_page(frontier_points(problem, 8), problem, "opt-30b")
+    frontier = frontier_page(frontier_points(problem, 4), problem, "opt-30b")
     (folder / "frontier.html").write_text(frontier.to_html(), encoding="utf-8")
     return folder
 

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import comparison_to_json
 from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, scores_page, suite_page
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
@@ -188,13 +187,6 @@ def test_without_the_suites_own_file_runs_still_count(suite):
     report = read_suite(suite)
     assert len(report.runs) == 4 and not report.models and not report.notes
     assert "## Time and memory" not in suite_page(report).to_markdown() and "boolq" in suite_page(report).to_html()
-
-
-def test_nothing_to_report_is_one_message(tmp_path):
-    with pytest.raises(UsageError, match="no suite"):
-        read_suite(tmp_path / "absent")
-    with pytest.raises(UsageError, match="no finished runs"):
-        read_suite(tmp_path)
 
 
 GOES_ON = "run the command that made the suite again, and it continues with what is missing"

@@ -144,16 +144,6 @@ def test_as_many_instances_as_stated_decide(flips, margin):
     assert claims(count, margin, flips / 2, flips / 2) >= 0.8
 
 
-def test_scores_between_0_and_1_are_rounded_without_bias():
-    """Half a point each way: the rounded shares have the mean of the changes, so the exact test is one of the means."""
-    draw = np.random.default_rng(2)
-    base, scores = draw.random(200_000), draw.random(200_000) * 0.9
-    lost, won = PairedScores(ACCURACY, base, scores, base).rounded()
-    assert (won - lost) / 200_000 == pytest.approx((scores - base).mean(), abs=0.003)
-    right = np.array([1.0, 0, 1, 0, 1])
-    assert PairedScores(ACCURACY, right, np.array([0.0, 1, 1, 0, 0]), right).rounded() == (2, 1)
-
-
 def test_equivalence_of_partial_scores_keeps_the_level():
     """A tenth of the instances loses a tenth: at the margin; scores of F1 that hardly change."""
     draw = np.random.default_rng(3)
@@ -176,7 +166,7 @@ def loss_changes(draw, count, mean, error_share, kind="normal"):
     return RatioOfSums(weights * (mean + error_share * math.sqrt(count) * noise), weights)
 
 
-@pytest.mark.parametrize("count, times, kind", [(50, 300, "normal"), (50, 300, "skewed"), (500, 60, "skewed")])
+@pytest.mark.parametrize("count, times, kind", [(50, 300, "normal"), (500, 60, "skewed")])
 def test_ratios_of_perplexities_cover_and_keep_the_level(count, times, kind):
     draw, margin = np.random.default_rng(4), math.log1p(0.01)
     covers = claimed = 0
@@ -256,7 +246,7 @@ def paired_samples(draw):
 
 
 @given(paired_samples())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_interval_p_and_verdict_never_disagree(sample):
     metric, baseline, scores, weights = sample
     paired = PairedScores(*sample)

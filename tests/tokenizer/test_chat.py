@@ -20,7 +20,7 @@ from tests.helpers.chat_models import CHAT_MODELS, CHATML
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     loaded = {}
     for name, model in CHAT_MODELS.items():
         tokenizer = Tokenizer.from_path(model.write(tmp_path_factory.mktemp("chat") / "model"))
@@ -66,9 +66,7 @@ class Template:
         ("base", "auto", True, False, "auto: the tokenizer has no chat template"),
     ],
 )
-def test_the_decision_and_its_reason(
-    tokenizers: dict[str, Tokenizer], name: str, choice: Any, is_base: bool, applied: bool, reason: str
-) -> None:
+def test_the_decision_and_its_reason(tokenizers, name, choice, is_base, applied, reason):
     decided = decide(tokenizers[name], choice, is_base)
     assert (decided.applied, decided.reason) == (applied, reason)
 
@@ -76,20 +74,18 @@ def test_the_decision_and_its_reason(
 @pytest.mark.parametrize(
     "name, is_base",
     [
-        ("smollm2-135m", True), ("smollm2-135m-instruct-q4_1", False), ("qwen3-8b", False),
-        ("qwen3-8b-base-4bit", True), ("gemma-3-1b-pt-no-template", True), ("phi-4", False),
-        ("Qwen/Qwen3-8B", False), ("Qwen/Qwen2.5-7B", True), ("Qwen/Qwen2.5-7B-Instruct-1M", False),
-        ("Qwen/Qwen1.5-0.5B-Chat", False), ("Qwen/Qwen2-0.5B", True), ("Qwen--QwQ-32B", False),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", False), ("HuggingFaceTB/SmolLM3-3B", False),
-        ("HuggingFaceTB/SmolLM3-3B-Base", True), ("HuggingFaceTB/SmolLM-360M", True),
-        ("google/gemma-3n-E2B-it", False), ("chat-lab/model-pt", True), ("acme/unknown", False),
+        ("smollm2-135m", True), ("smollm2-135m-instruct-q4_1", False), ("qwen3-8b-base-4bit", True),
+        ("gemma-3-1b-pt-no-template", True), ("Qwen/Qwen3-8B", False), ("Qwen/Qwen2.5-7B", True),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", False), ("Qwen/Qwen1.5-0.5B-Chat", False), ("Qwen--QwQ-32B", False),
+        ("HuggingFaceTB/SmolLM3-3B", False), ("HuggingFaceTB/SmolLM3-3B-Base", True), ("chat-lab/model-pt", True),
+        ("acme/unknown", False),
     ],
 )  # fmt: skip
-def test_base_models_are_known_by_catalog_or_name(name: str, is_base: bool) -> None:
+def test_base_models_are_known_by_catalog_or_name(name, is_base):
     assert resolve(name).is_base == is_base
 
 
-def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
     with pytest.raises(UsageError, match="the tokenizer of acme has no chat template; leave --chat-template true out"):
         decide(tokenizers["base"], True)
     with pytest.raises(UsageError, match="chat template of acme cannot be used: .*System role.*leave the system prom"):
@@ -107,7 +103,7 @@ def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers: dict[st
 # Rendering
 
 
-def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers):
     thinking = decide(tokenizers["thinking"]).render_prompt("Hi")
     answering = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False}).render_prompt("Hi")
     assert thinking.endswith("<think>\n") and answering == thinking + "\n</think>\n\n"
@@ -115,7 +111,7 @@ def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers: dict[
     assert own_bos.render_prompt("Hi").startswith("<eos><start_of_turn>user\nHi")
 
 
-def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers):
     decided = decide(tokenizers["instruct"], system_prompt="Be brief.")
     user = {"role": "user", "content": "Hi"}
     system_turn = {"role": "system", "content": "Be long."}
@@ -125,7 +121,7 @@ def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers: dict[
     assert decided.render_messages([system_turn, user]) == plain.render_messages([system_turn, user])
 
 
-def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     message = {"role": "user", "content": parts}
     for name in ("instruct", "thinking", "BOS by the tokenizer"):
@@ -148,13 +144,13 @@ def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "'str'.*take text only"),
     ],
 )
-def test_what_is_no_chat_of_texts_is_refused(tokenizers: dict[str, Tokenizer], messages: list[Any], says: str) -> None:
+def test_what_is_no_chat_of_texts_is_refused(tokenizers, messages, says):
     with pytest.raises(RequestError, match=says):
         decide(tokenizers["instruct"]).render_messages(messages)
 
 
 @given(st.text(max_size=60))
-def test_bos_is_there_once_whoever_writes_it(tokenizers: dict[str, Tokenizer], text: str) -> None:
+def test_bos_is_there_once_whoever_writes_it(tokenizers, text):
     for name in ("without system role", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
         ids, bos = decided.encode_batch([decided.render_prompt(text)])[0], tokenizers[name].bos_id
@@ -164,7 +160,7 @@ def test_bos_is_there_once_whoever_writes_it(tokenizers: dict[str, Tokenizer], t
     assert decided.encode_batch([rendered]) == [tokenizers["instruct"].encode(rendered, add_special_tokens=False)]
 
 
-def test_only_generating_prompts_are_rendered(tokenizers: dict[str, Tokenizer]) -> None:
+def test_only_generating_prompts_are_rendered(tokenizers):
     applied, plain = decide(tokenizers["instruct"]), decide(tokenizers["instruct"], False)
     prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
     assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
@@ -174,7 +170,7 @@ def test_only_generating_prompts_are_rendered(tokenizers: dict[str, Tokenizer]) 
         assert applied.render(request) is None
 
 
-def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers):
     auto = decide(tokenizers["instruct"])
     assert auto.identity == decide(tokenizers["instruct"], True).identity
     changed = [
@@ -188,7 +184,7 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
     assert len(record["template"]) == 12
 
 
-def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers):
     thinks = decide(tokenizers["thinking"], thinking_budget=7)
     answers = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False})
     end = tuple(tokenizers["thinking"].encode("\n</think>\n\n"))
@@ -204,7 +200,7 @@ def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers: dict[st
     assert plain.thinking(plain.render_prompt("</think>")) is None
 
 
-def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers):
     """Else a run that goes on after midnight has other prompts than it began with."""
     tokenizer = replace_template(tokenizers["instruct"], "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
     usual, dated = decide(tokenizer, True), decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"})

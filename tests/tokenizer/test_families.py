@@ -1,7 +1,7 @@
 """Each model family's tokenizer: golden ids of some, one BOS or none, word borders, bytes of cut characters.
 
-The golden ids are the slow encoder's of `tokenizers_by_family`, read token by token against the published pipeline;
-all other texts are held against that encoder directly, and against `tokenizers` on the same file.
+The golden ids were worked out by a slow encoder of the published pipelines' steps, token by token; all other texts are
+held against `tokenizers` on the same file (OPT, whose files are read by `transformers`, against that).
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -18,12 +20,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.tokenizers_by_family import FAMILIES, GALACTICA_MARKER, bos_template, slow_encode
+from tests.helpers.tokenizers_by_family import FAMILIES, begin_with
 
 NAMES = list(FAMILIES)
-SAME_PIPELINE = {"mixtral": "llama2", "qwen3": "qwen2", "gemma3": "gemma2"}
 GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世界 👍<|endoftext|></s> <bos>", " Hello"]
 # What tells the families apart, text by text:
 # 1. 1998 whole runs (19 98), threes (199 8) or digits; '.' and newline in one piece or two; 's or ' and s.
@@ -31,20 +31,6 @@ GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世�
 # 3. Characters of which a token holds some bytes; which of the special texts are tokens; bytes where no token fits.
 # 4. A word that no order of merges reaches, though it is in the vocabulary (`ignore_merges`).
 GOLDEN: dict[str, list[list[int]]] = {
-    "opt": [
-        [2, 295, 262, 224, 278, 279, 269, 270, 17, 202],
-        [2, 224, 224, 275, 49, 10, 55, 268, 73, 288, 224, 72, 140, 227, 201, 285],
-        [2, 306, 307, 247, 238, 224, 309, 239, 31, 95, 72, 81, 71, 82, 73, 87, 72, 91, 87, 95, 33, 2, 224,
-         31, 69, 82, 86, 33],
-        [2, 224, 295],
-    ],
-    "mistral-v0.3": [
-        [1, 261, 350, 320, 261, 336, 337, 327, 328, 344],
-        [1, 340, 333, 83, 308, 292, 326, 276, 314, 261, 262, 209, 134, 317, 343],
-        [1, 261, 315, 236, 154, 145, 261, 245, 164, 150, 146, 65, 129, 262, 267, 271, 265, 276, 263, 262,
-         285, 263, 129, 67, 2, 261, 65, 281, 265, 268, 67],
-        [1, 261, 350],
-    ],
     "llama3": [
         [308, 291, 258, 220, 276, 23, 265, 266, 282],
         [308, 220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 68, 136, 223, 197, 281],
@@ -67,7 +53,7 @@ SAMPLES = [
     "(a|b).\n\n::...!!!",
     "<|endoftext|>a<s>b</s> \n c<|eot_id|>d <|end|>\n x", "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>",
     "<start_of_turn>user\n\n\n\nx<end_of_turn><table>", "[INST] hi [/INST]",
-    f"[START_REF]x[END_REF]A{GALACTICA_MARKER}B", "<|begin_of_text|>x", "<bos>x", "<s>x", "</s>x", "<s> x", "<unk>",
+    "<|begin_of_text|>x", "<bos>x", "<s>x", "</s>x", "<s> x", "<unk>",
 ]  # fmt: skip
 # Characters that the pipelines treat differently, words of the small vocabularies, and no text of an added token.
 PIECES = st.sampled_from(
@@ -78,7 +64,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     return {name: family.write(root / name) for name, family in FAMILIES.items()}
 
@@ -94,10 +80,25 @@ def load(path: Path) -> Tokenizer:
     return _loaded[path]
 
 
+@cache
+def reference(name: str) -> Backend:
+    """The tokenizer that `tokenizers` makes of the file, or `transformers` of OPT's files."""
+    with TemporaryDirectory() as root:
+        folder = FAMILIES[name].write(Path(root, name))
+        if FAMILIES[name].single_file:
+            return Backend.from_file(str(folder / "tokenizer.json"))
+        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+
+
 def expected(name: str, text: str) -> list[int]:
-    """The slow encoder's ids with BOS, which a text that brings its own does not get again."""
+    """Ids with BOS, which a text that brings its own does not get again."""
+    ids = reference(name).encode(text).ids
     bos = FAMILIES[name].bos
-    return slow_encode(FAMILIES[name], text, bos=not (bos and text.startswith(bos)))
+    return ids[1:] if bos and text.startswith(bos) else ids
+
+
+def normalize(name: str, text: str) -> str:
+    return unicodedata.normalize("NFC", text) if name in ("gpt-neox", "qwen2") else text
 
 
 def prefix_space(name: str) -> str:
@@ -109,32 +110,24 @@ def prefix_space(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_ids(folders: dict[str, Path], name: str) -> None:
+def test_golden_ids(folders, name):
     assert [load(folders[name]).encode(text) for text in GOLDEN_TEXTS] == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_of_the_slow_encoder_and_of_the_file(folders: dict[str, Path], name: str) -> None:
-    tokenizer, family = load(folders[name]), FAMILIES[name]
+def test_ids_of_the_file(folders, name):
+    tokenizer = load(folders[name])
     assert tokenizer.encode_batch(SAMPLES) == [expected(name, text) for text in SAMPLES]
-    plain = tokenizer.encode_batch(SAMPLES, add_special_tokens=False)
-    assert plain == [slow_encode(family, text, bos=False) for text in SAMPLES]
-    if family.single_files:
-        raw = Backend.from_file(str(folders[name] / "tokenizer.json"))
-        assert plain == [raw.encode(text, add_special_tokens=False).ids for text in SAMPLES]
-    assert tokenizer.vocab_size == len(family.ids)  # loading adds no token of its own
+    plain = [reference(name).encode(text, add_special_tokens=False).ids for text in SAMPLES]
+    assert tokenizer.encode_batch(SAMPLES, add_special_tokens=False) == plain
+    assert tokenizer.vocab_size == reference(name).get_vocab_size()  # loading adds no token of its own
+    cut = [spelt for spelt in tokenizer.token_texts(tokenizer.encode("世界，👍")) if spelt.startswith("bytes:")]
+    assert len(cut) >= 4  # else this small vocabulary proves nothing of characters that are cut
 
 
-@settings(max_examples=40, deadline=None)
-@given(TEXTS)
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SAME_PIPELINE)))
-def test_ids_of_the_slow_encoder_on_any_text(folders: dict[str, Path], name: str, text: str) -> None:
-    assert load(folders[name]).encode(text) == slow_encode(FAMILIES[name], text)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].single_files])
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].single_file])
 @pytest.mark.parametrize("class_name", ["LlamaTokenizer", "Qwen2Tokenizer", "Unheard"])
-def test_the_class_does_not_change_the_pipeline(tmp_path: Path, name: str, class_name: str) -> None:
+def test_the_class_does_not_change_the_pipeline(tmp_path, name, class_name):
     """`transformers` rebuilds normalizer, pre-tokenizer and decoder by class; the file is what was published."""
     folder = FAMILIES[name].write(tmp_path / name)
     for add_bos in (True, False):  # the post-processor of the file decides, as it does in `transformers` 5
@@ -149,14 +142,14 @@ def test_the_class_does_not_change_the_pipeline(tmp_path: Path, name: str, class
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_none_or_one_bos(folders: dict[str, Path], name: str) -> None:
+def test_none_or_one_bos(folders, name):
     tokenizer, bos = load(folders[name]), FAMILIES[name].bos
     assert tokenizer.adds_bos == (bos is not None)
     if bos is None:
         assert tokenizer.encode("word") == tokenizer.encode("word", add_special_tokens=False)
         assert tokenizer.encode("") == []
         return
-    assert (tokenizer.bos_text, tokenizer.bos_id) == (bos, FAMILIES[name].ids[bos])
+    assert (tokenizer.bos_text, tokenizer.bos_id) == (bos, reference(name).token_to_id(bos))
     assert tokenizer.encode("") == tokenizer.encode(bos) == [tokenizer.bos_id]
     for text in ("word", " word", "\n", "世"):
         ids = tokenizer.encode(text)
@@ -175,7 +168,7 @@ CONTEXTS = ["the cat", "Hello", "1998", "the cat.", "can't", "世界", "(a)", "�
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_are_split_at_their_borders(folders: dict[str, Path], name: str) -> None:
+def test_words_are_split_at_their_borders(folders, name):
     """What lets a target be scored as the last tokens of context and target: the context's ids stay as they were."""
     tokenizer = load(folders[name])
     for context in CONTEXTS:
@@ -199,12 +192,12 @@ def test_words_are_split_at_their_borders(folders: dict[str, Path], name: str) -
 
 @settings(max_examples=40, deadline=None)
 @given(TEXTS)
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SAME_PIPELINE)))
-def test_every_prefix_has_the_bytes_of_the_text(folders: dict[str, Path], name: str, text: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
     tokenizer = load(folders[name])
     ids = tokenizer.encode(text, add_special_tokens=False)
     leads = prefix_space(name) if FAMILIES[name].dummy == "every" or not text.startswith(" ") else ""
-    want = (leads + FAMILIES[name].normalize(text) if text else "").encode("utf-8")
+    want = (leads + normalize(name, text) if text else "").encode("utf-8")
     assert tokenizer.decode(ids).encode("utf-8") == want
     seen = b""
     for token_id, spelt in zip(ids, tokenizer.token_texts(ids)):
@@ -218,25 +211,7 @@ def test_every_prefix_has_the_bytes_of_the_text(folders: dict[str, Path], name: 
     assert seen == want
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_characters_are_cut_and_stop_strings_found_all_the_same(folders: dict[str, Path], name: str) -> None:
-    tokenizer = load(folders[name])
-    text = "the 世界，👍 cat"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    cut = [spelt for spelt in tokenizer.token_texts(ids) if spelt.startswith("bytes:")]
-    assert len(cut) >= 4  # else this small vocabulary proves nothing
-    shown = prefix_space(name) + FAMILIES[name].normalize(text)
-    for stop in ("世界", "👍 c"):
-        stop = FAMILIES[name].normalize(stop)
-        matcher = StopMatcher(tokenizer.token_bytes, [stop])
-        pushed = 1 + next(i for i, token_id in enumerate(ids) if matcher.push(token_id))
-        assert stop in tokenizer.decode(ids[:pushed])
-        assert stop not in tokenizer.decode(ids[: pushed - 1])
-        assert matcher.result().text == shown[: shown.index(stop)]
-        assert list(matcher.result().token_ids) == ids[: len(matcher.result().tokens)]
-
-
-def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> None:
+def test_what_pipelines_change_or_drop_is_theirs(folders):
     def through(name: str, text: str) -> str:
         tokenizer = load(folders[name])
         return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
@@ -244,7 +219,6 @@ def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> No
     assert through("phi3", "a<|end|> \n\n b</s>\n<s>\nc") == " a<|end|> b</s><s> \nc"
     assert through("llama2", "a<s>b") == " a<s> b"  # the space before every stretch
     assert through("mistral-v0.3", "a<s>b") == " a<s>b"  # the space before the first only
-    assert through("galactica", f"x{GALACTICA_MARKER}² ﬁ") == "x2 fi" == unicodedata.normalize("NFKC", "x² ﬁ")
     assert through("qwen2", "e\u0301<tool_call>") == "é<tool_call>"
     assert through("gpt2", "e\u0301 ²") == "e\u0301 ²"
 
@@ -252,17 +226,18 @@ def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> No
 # ---- files that are not all there ----
 
 
-def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path: Path) -> None:
-    content = FAMILIES["phi3"].as_json() | {"post_processor": bos_template("<s>", 1)}
+def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path):
     folder = FAMILIES["phi3"].write(tmp_path / "phi3")
     assert FAMILIES["phi3"].config["add_bos_token"] is False
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    backend = FAMILIES["phi3"].backend()
+    backend.post_processor = begin_with("<s>", 1)
+    backend.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.from_path(folder)
     assert tokenizer is not None
     assert tokenizer.encode("word")[0] == tokenizer.bos_id == 1
 
 
-def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(FAMILIES["llama2"].config))
     with pytest.raises(
@@ -272,7 +247,7 @@ def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("missing", ["merges.txt", "tokenizer_config.json"])
-def test_opt_without_one_of_its_files_is_refused(tmp_path: Path, missing: str) -> None:
+def test_opt_without_one_of_its_files_is_refused(tmp_path, missing):
     folder = FAMILIES["opt"].write(tmp_path / "opt")
     (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
     assert Tokenizer.from_path(folder) is not None
@@ -294,7 +269,7 @@ REFUSED = ({"add_prefix_space": True}, {"split_special_tokens": True})
 
 
 @pytest.mark.fast(12)
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "llama3", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt-neox", "qwen2"])
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_entries_of_the_configuration_have_the_ids_of_transformers_or_are_refused(tmp_path, name, entry):
     folder = FAMILIES[name].write(tmp_path / "model")

@@ -94,14 +94,14 @@ borders = st.lists(st.integers(0, 10**6), max_size=40)
     ],
 )
 @given(borders=borders)
-def test_stop_strings_count_in_the_answer_only(text: str, inside: bool, borders: list[int]) -> None:
+def test_stop_strings_count_in_the_answer_only(text, inside, borders):
     got = run(cut(text, borders), inside=inside, stop=("\n",)).result()
     want = reference(text, inside, "\n")
     assert got.text == want
     assert got.finish_reason == ("endoftext" if want == text else "stop")
 
 
-def test_without_a_thinking_format_the_first_stop_string_ends_everything() -> None:
+def test_without_a_thinking_format_the_first_stop_string_ends_everything():
     request = GenerationRequest(prompt_token_ids=[1], max_tokens=99, stop=("\n",))
     pieces = cut(THOUGHT, list(range(99)))
     state = CompletionState(request, 0, pieces.__getitem__)
@@ -126,13 +126,13 @@ def test_without_a_thinking_format_the_first_stop_string_ends_everything() -> No
     ],
 )
 @given(borders=borders)
-def test_parts_are_those_of_helms_parsers(parse: str, text: str, borders: list[int]) -> None:
+def test_parts_are_those_of_helms_parsers(parse, text, borders):
     thinking, answer = split_thinking(completion(cut(text, borders)), begins_inside=False)
     assert (thinking, answer.text) == PARSERS[parse](text)
 
 
 @given(borders=borders)
-def test_tokens_and_log_probabilities_are_those_of_the_answer(borders: list[int]) -> None:
+def test_tokens_and_log_probabilities_are_those_of_the_answer(borders):
     whole = completion(cut(THOUGHT, borders))
     thinking, answer = split_thinking(whole, begins_inside=False)
     assert (thinking, answer.text) == ("The user\nasks é👍.", "Paris.\nAnd so on")
@@ -156,7 +156,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_answer(borders: list[int]
         ("Why.\n</think>\n\n", True, "Why.", ""),
     ],
 )
-def test_where_thinking_begins_and_ends(text: str, inside: bool, thinking: str | None, answer: str) -> None:
+def test_where_thinking_begins_and_ends(text, inside, thinking, answer):
     got, rest = split_thinking(completion([text.encode()], "length"), inside)
     assert (got, rest.text, rest.finish_reason) == (thinking, answer, "length")
     assert bool(rest.tokens) == bool(answer)
@@ -183,7 +183,7 @@ def forced(tokens: list[int], budget: int, inside: bool = False, max_tokens: int
     return seen
 
 
-def test_a_spent_budget_forces_the_end_of_thinking() -> None:
+def test_a_spent_budget_forces_the_end_of_thinking():
     no = None
     assert forced([1, 2, 2, 2, 2, 2, 2, 3], 2) == [no, no, no, 900, 901, 902, no, no]
     assert forced([2, 2, 2, 2, 2, 3], 2, inside=True) == [no, no, 900, 901, 902, no]
@@ -194,6 +194,6 @@ def test_a_spent_budget_forces_the_end_of_thinking() -> None:
 
 
 @given(st.text(), st.binary())
-def test_helms_spelling_of_bytes_is_inverted(text: str, data: bytes) -> None:
+def test_helms_spelling_of_bytes_is_inverted(text, data):
     assert helm_bytes(helm_text(data)) == data or data.decode(errors="replace").startswith("bytes:")
     assert helm_bytes("bytes:\\xe2\\x82") == b"\xe2\x82"

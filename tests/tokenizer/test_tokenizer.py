@@ -36,14 +36,14 @@ def load(path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: FAMILIES[name].write(root / name) for name in ("gpt2", "llama2", "opt")}
     write(folders["llama2"], "chat_template.jinja", TEMPLATE)
     return folders
 
 
-def test_helm_spelling_and_incomplete_text(folders: dict[str, Path]) -> None:
+def test_helm_spelling_and_incomplete_text(folders):
     tokenizer = load(folders["llama2"])
     ids = tokenizer.encode("a🦊", add_special_tokens=False)
     assert tokenizer.token_texts(ids)[-4:] == [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", r"bytes:\x8a"]
@@ -53,7 +53,7 @@ def test_helm_spelling_and_incomplete_text(folders: dict[str, Path]) -> None:
     assert helm_text(b"\xc3\xa9") == "é"
 
 
-def test_byte_alphabet_is_the_librarys() -> None:
+def test_byte_alphabet_is_the_librarys():
     alphabet = byte_alphabet()
     assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
     for char in map(chr, range(0x100)):
@@ -62,14 +62,14 @@ def test_byte_alphabet_is_the_librarys() -> None:
         assert bytes(alphabet[c] for c in piece) == char.encode("utf-8")
 
 
-def test_end_ids_come_from_every_configuration(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_end_ids_come_from_every_configuration(folders, tmp_path):
     folder = shutil.copytree(folders["gpt2"], tmp_path / "model")
     write(folder, "config.json", {"eos_token_id": None, "text_config": {"eos_token_id": 7}})
     write(folder, "generation_config.json", {"eos_token_id": [8, 9]})
     assert load(folder).eos_ids == {*load(folders["gpt2"]).eos_ids, 7, 8, 9}
 
 
-def test_truncation_and_padding_are_switched_off(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_truncation_and_padding_are_switched_off(folders, tmp_path):
     folder = shutil.copytree(folders["gpt2"], tmp_path / "cut")
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(3)
@@ -81,7 +81,7 @@ def test_truncation_and_padding_are_switched_off(folders: dict[str, Path], tmp_p
     assert want.fingerprint != load(folders["llama2"]).fingerprint
 
 
-def test_chat_template(folders: dict[str, Path]) -> None:
+def test_chat_template(folders):
     ours, theirs = load(folders["llama2"]), AutoTokenizer.from_pretrained(folders["llama2"])
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     for prompt in (True, False):
@@ -95,7 +95,7 @@ def test_chat_template(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_code_of_the_checkpoint_is_never_run(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_code_of_the_checkpoint_is_never_run(folders, tmp_path, kind):
     folder = shutil.copytree(folders[kind], tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
@@ -108,7 +108,7 @@ def test_code_of_the_checkpoint_is_never_run(folders: dict[str, Path], tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_damaged_and_foreign_files(tmp_path: Path) -> None:
+def test_missing_damaged_and_foreign_files(tmp_path):
     assert Tokenizer.from_path(tmp_path) is None
     with pytest.raises(CheckpointError, match="neither a folder"):
         Tokenizer.from_path(tmp_path / "nothing")
@@ -122,6 +122,6 @@ def test_missing_damaged_and_foreign_files(tmp_path: Path) -> None:
         Tokenizer.from_path(tmp_path / "words")
 
 
-def test_text_that_is_not_unicode_is_refused(folders: dict[str, Path]) -> None:
+def test_text_that_is_not_unicode_is_refused(folders):
     with pytest.raises(RequestError, match="text 1 .* at character 2"):
         load(folders["gpt2"]).encode_batch(["fine", "ab\ud800"])

@@ -49,7 +49,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     if method not in METHODS:
         reason = _UNSUPPORTED.get(method, f"supported are {', '.join(METHODS)}")
         raise CheckpointError(f"{path}: weights quantized by {method} cannot be read ({reason}); use the original")
-    dtypes = (owner.get("dtype") or owner.get("torch_dtype") for owner in owners)
+    dtypes = (str(owner.get("dtype") or owner.get("torch_dtype")) for owner in owners)
     dtype = next((HALF_TYPES[name] for name in dtypes if name in HALF_TYPES), "BF16")
     try:
         options = METHODS[method](settings)
@@ -137,8 +137,11 @@ def _compressed_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise _UnsupportedError("compressed-tensors weights are rotated (transform_config)")
     weights = [group.get("weights") or {} for group in groups]
-    blocks = (settings["block_structure"] for settings in weights if settings.get("block_structure"))
-    return {"block": next(map(_block, blocks), None), "group_sizes": _group_sizes(weights)}
+    blocks = {_block(settings["block_structure"]) for settings in weights if settings.get("block_structure")}
+    group_sizes = _group_sizes(weights)
+    if len(blocks) > 1 or (blocks and group_sizes):
+        raise _UnsupportedError("compressed-tensors weights are divided in several ways (block_structure, group_size)")
+    return {"block": next(iter(blocks), None), "group_sizes": group_sizes}
 
 
 # Method -> reader of what `Quantization` needs of its settings.

@@ -122,7 +122,7 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
         vocab_size=head.out_features,
         max_positions=_max_positions(config) - model.first_position,
         embed_size=table.weight.shape[1],
-        tied_head=any("lm_head" in key or "embed_out" in key for key in tied),
+        tied_head=modules.head_key in tied,
         windows=tuple(
             None if call is None or call.mask.window is None else call.mask.window.tokens for call in by_layer
         )

@@ -116,7 +116,9 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
 
 def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
     """Raise if a layer is given a tensor or an object of which nothing is known here."""
-    positional = zip(parameter_names(layer)[1:], arguments.positional)
+    names = parameter_names(layer)[1:]
+    names += ["another tensor"] * (len(arguments.positional) - len(names))
+    positional = zip(names, arguments.positional)
     inputs = None if model.layer_input_table is None else arguments.layer_input
     for name, value in (*positional, *arguments.named.items()):
         if isinstance(value, (PastOfTokens, UserDict)) or value is inputs:
@@ -124,7 +126,7 @@ def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: L
         parts = tree_leaves(value)
         tensors = name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)
         if not tensors and not all(is_plain(part) or isinstance(part, Mask) for part in parts):
-            kind = next(type(part).__name__ for part in parts if not is_plain(part))
+            kind = next(type(part).__name__ for part in parts if not is_plain(part) and not isinstance(part, Mask))
             raise UnsupportedArchitectureError(
                 f"{type(model.model).__name__} passes its layers {name} ({kind}), of which nothing is known here"
             )

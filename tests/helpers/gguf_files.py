@@ -1,0 +1,141 @@
+"""GGUF files by the gguf package's writer, with llama.cpp's names and rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+Kind = gguf.GGMLQuantizationType
+SMALL_TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+
+
+def write_gguf(path: Path, arch: str, keys: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray, Kind]]) -> Path:
+    """Write a file of one part.
+
+    keys: those that begin with a dot are the architecture's. A value is stored by its type; one that is None is not.
+    tensors: name, values, and how they are stored, in which stored bytes are.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    add = {
+        str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool,
+        list: writer.add_array,
+    }  # fmt: skip
+    for key, value in keys.items():
+        if value is not None:
+            add[type(value)](arch + key if key.startswith(".") else key, value)
+    for name, values, kind in tensors:
+        stored = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama_cpp(path: Path, positions: int) -> tuple[Any, Any]:
+    """Return llama.cpp's module and its settings of a server for this file; skip the test without its wheel."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), positions, 1, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    return xllamacpp, settings
+
+
+# ---- models of transformers ----
+
+
+def contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the keys and tensors that llama.cpp's converter would store of a model of `transformers`."""
+    config = model.config
+    experts = getattr(config, "num_local_experts", None)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": getattr(config, "head_dim", None),
+        "attention.value_length": getattr(config, "head_dim", None),
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "expert_count": experts,
+        "expert_used_count": config.num_experts_per_tok if experts else None,
+        "expert_feed_forward_length": config.moe_intermediate_size if arch == "qwen3moe" else None,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    tensors = dict(_tensors(model, arch))
+    if rope["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = _llama3_factors(config)
+    if rope["rope_type"] == "longrope":
+        keys["rope.dimension_count"] = 2 * len(rope["short_factor"])
+        keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+        keys["rope.scaling.attn_factor"] = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")[1]
+        for length in ("short", "long"):
+            tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], dtype=np.float32)
+    return {f".{key}": value for key, value in keys.items()}, tensors
+
+
+def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to Llama's query and key projections."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def _tensors(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """GGUF name and values of every tensor, by the gguf package's own table of names."""
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), config.num_hidden_layers
+    )
+    for theirs, tensor in model.state_dict().items():
+        values = tensor.float().numpy()
+        if theirs == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if match := re.match(
+            r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)", theirs
+        ):
+            layer, part = match.groups()
+            if part == "gate.weight":
+                yield f"blk.{layer}.ffn_gate_inp.weight", values
+            elif part == "experts.down_proj":
+                yield f"blk.{layer}.ffn_down_exps.weight", values
+            else:
+                gate, up = np.split(values, 2, axis=1)
+                yield f"blk.{layer}.ffn_gate_exps.weight", np.ascontiguousarray(gate)
+                yield f"blk.{layer}.ffn_up_exps.weight", np.ascontiguousarray(up)
+            continue
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        if arch == "llama" and re.search(r"attn_[qk]\.", name):
+            values = _interleaved(
+                values, config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
+            )
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        yield name, values
+
+
+def _llama3_factors(config: Any) -> np.ndarray:
+    """By how much Llama 3.1 divides each frequency, as transformers computes them."""
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    size = 2 * len(stretched)
+    plain = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    return (plain / stretched).numpy().astype(np.float32)

@@ -1,0 +1,55 @@
+"""Folders of small Llamas without `transformers`, and changes of a model's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures.base import find_source
+from flexgen_helm.models.config import tensor_shapes
+
+SMALL_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "vocab_size": 31, "max_position_embeddings": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def published_name(name: str) -> str:
+    """Return the name in published checkpoints of Llamas of a tensor of ours."""
+    found = find_source(ARCHITECTURES["llama"].tensors, name).name
+    return found if found.startswith("lm_head") else f"model.{found}"
+
+
+def llama_tensors(config: Mapping[str, Any] = SMALL_LLAMA, seed: int = 0) -> dict[str, Tensor]:
+    """A random Llama under the names of its published checkpoints; a tied head is not among them."""
+    torch.manual_seed(seed)
+    shapes = tensor_shapes(ARCHITECTURES["llama"].read_config(config))
+    return {published_name(name): torch.randn(shape, dtype=torch.float16) for name, shape in shapes.items()}
+
+
+def age(folder: Path) -> None:
+    """Make files old enough for their hashes to be remembered."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 60, time.time() - 60))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Let `change` edit the tensors of the one safetensors file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
