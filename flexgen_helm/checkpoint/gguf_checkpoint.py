@@ -28,9 +28,11 @@ _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
 # `gguf` dequantizes 16 rows at a time: neighbouring rows that together have about so many elements count as one.
 _ROW_ELEMENTS = 8192
 _MOST_THREADS = 4  # each holds a tile
-# By architecture. The long factors are for texts beyond the original context, which are refused.
-_PHI3_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
-_ROPE_FACTORS = {"llama": ("rope_freqs.weight", *_PHI3_FACTORS), "phi3": _PHI3_FACTORS}
+# The divisor of each rotary frequency, by architecture; the first that a file has is used.
+_SHORT_FACTORS = "rope_factors_short.weight"
+_ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT_FACTORS,)}
+# Stored beside them, for texts beyond the original context, which are refused.
+_LONG_FACTORS = "rope_factors_long.weight"
 
 
 class GgufCheckpoint(Checkpoint):
@@ -44,7 +46,6 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError(f"{tensor.file.path} ends {missing} bytes before the end of tensor {tensor.name}")
             _require_known_type(tensor)
         architecture = architecture_of_gguf(str(header.metadata.get("general.architecture")))
-        # The divisor of each rotary frequency, where the file has them.
         factor_names = _ROPE_FACTORS.get(architecture.name, ())
         factors = next((tensors[name] for name in factor_names if name in tensors), None)
         metadata = {
@@ -57,7 +58,10 @@ class GgufCheckpoint(Checkpoint):
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         logical = {name: _logical_tensor(tensor, tensors.get(_scale_of(name))) for name, tensor in tensors.items()}
         self._tensors = match_tensors(self.config, architecture.gguf_tensors, logical, path)
-        used = {part.name for matched in self._tensors.values() for part in matched.stored.parts} | {*factor_names}
+        used = {part.name for matched in self._tensors.values() for part in matched.stored.parts}
+        if factors is not None:
+            used |= {*factor_names, _LONG_FACTORS}
+        # Input scales are for kernels that quantize activations too, which nothing here does.
         if unread := sorted(name for name in tensors.keys() - used if not name.endswith(".input_scale")):
             raise UnsupportedArchitectureError(
                 f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
@@ -129,6 +133,7 @@ def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None) -> Logical
         if scale is None:
             return lambda start, count: _dequantize(stored, start, count)
         scales, num_rows = _dequantize(scale, 0, 1), prod(stored.shape[:-1])
+        # One scale for all rows of a tile: a tile is of one expert, since each expert is read by itself.
         return lambda start, count: _dequantize(stored, start, count).mul_(scales[start * len(scales) // num_rows])
 
     parts = (stored,) if scale is None else (stored, scale)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -42,15 +42,15 @@ class _Revision:
     """A revision of a repository, resolved as far as possible.
 
     commit: what the hub answered, or what was remembered of it; else the revision itself.
-    files: name -> bytes (None if the hub does not tell) of the top-level files; None if the hub did not answer.
-    reason: why it did not answer.
+    files: name -> bytes (None if the hub does not tell) of the top-level files; none of a local revision.
+    why_local: why the hub did not answer, so that the cache alone is used; "" if it did.
     """
 
     repo: str
     revision: str | None
     commit: str | None
-    files: dict[str, int | None] | None = None
-    reason: str = ""
+    files: Mapping[str, int | None] = field(default_factory=dict)
+    why_local: str = ""
 
     def __str__(self) -> str:
         return _title(self.repo, self.revision)
@@ -68,11 +68,11 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
         if resolved.commit and is_conversion(conversion := hub_conversion(repo, resolved.commit)):
             _remember_commit(repo, revision, resolved.commit)
             return conversion
-        if resolved.files is not None and not any(name.endswith(".safetensors") for name in resolved.files):
-            if pickle_names(resolved.files):
-                raise only_pickled_weights(repo, repo.replace("/", "--"))
-            raise CheckpointError(f"{repo} has no safetensors weights")
-        if resolved.files is not None:
+        if not resolved.why_local:
+            if not any(name.endswith(".safetensors") for name in resolved.files):
+                if pickle_names(resolved.files):
+                    raise only_pickled_weights(repo, repo.replace("/", "--"))
+                raise CheckpointError(f"{repo} has no safetensors weights")
             read_config(_download(resolved, SMALL_FILES))  # refuses what cannot be read before the weights come
         folder = _download(resolved, _SAFETENSORS)
     _require_complete(folder, str(resolved))
@@ -113,32 +113,37 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[P
     """
     with _hub_errors(repo, revision):
         resolved = _resolve(repo, revision, SMALL_FILES, lambda folder: pickled_files(folder, repo))
-        if resolved.files is None:
+        names = list(resolved.files)
+        if resolved.why_local:
             folder = _download(resolved, SMALL_FILES)  # all other cached files are in the same folder
             names = [file.name for file in folder.iterdir()]
-        else:
-            names = list(resolved.files)
         if any(name.endswith(".safetensors") for name in names):
             raise UsageError(f"{resolved} has safetensors weights; nothing needs converting")
-        if resolved.files is not None:
-            folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX])
-            read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
-            names = pickle_names(names)
-            if names == [PICKLE_INDEX]:
-                names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
-            if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
-                sizes = {name: resolved.files.get(name) or 0 for name in names}
-                needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
-                what = str(resolved)
-                if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
-                    needed += sum(sizes.values())
-                    what += " and its conversion"
-                require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")
-                folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX, *names])
+        if not resolved.why_local:
+            folder = _download_pickles(resolved, output_disk)
     files = pickled_files(folder, str(resolved))
     check_blobs(deciding_files(folder, files))
     _remember_commit(repo, revision, folder.name)
     return folder, files
+
+
+def _download_pickles(resolved: _Revision, output_disk: Path) -> Path:
+    """Download a snapshot's pickled files, if there is room for them and what they become; return its folder."""
+    folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX])
+    read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
+    names = pickle_names(resolved.files)
+    if names == [PICKLE_INDEX]:
+        names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
+    if len(names) != 1 and not (folder / PICKLE_INDEX).is_file():
+        return folder  # none, or several in no order: `pickled_files` refuses them
+    sizes = {name: resolved.files.get(name) or 0 for name in names}
+    needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
+    what = str(resolved)
+    if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
+        needed += sum(sizes.values())
+        what += " and its conversion"
+    require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")
+    return _download(resolved, [*SMALL_FILES, PICKLE_INDEX, *names])
 
 
 def pickled_files(folder: Path, title: str) -> list[Path]:
@@ -162,7 +167,7 @@ def _resolve(repo: str, revision: str | None, patterns: Sequence[str], check: Ca
     It is not asked about a commit whose cached snapshot passes `check`, which raises `CheckpointError` otherwise.
     """
     if revision and _COMMIT.fullmatch(revision):
-        cached = _Revision(repo, revision, revision, reason="the hub was not asked")
+        cached = _Revision(repo, revision, revision, why_local="the hub was not asked")
         with suppress(CheckpointError):
             check(_download(cached, patterns))
             return cached
@@ -174,7 +179,7 @@ def _resolve(repo: str, revision: str | None, patterns: Sequence[str], check: Ca
         raise
     except Exception as error:  # offline, no network, a hub that is down: each has a class of its own
         commit = _remembered_commit(repo, revision) or revision
-        return _Revision(repo, revision, commit, reason=f"the hub cannot be reached ({type(error).__name__})")
+        return _Revision(repo, revision, commit, why_local=f"the hub cannot be reached ({type(error).__name__})")
     files = {file.rfilename: getattr(file, "size", None) for file in info.siblings or () if "/" not in file.rfilename}
     return _Revision(repo, revision, info.sha, files)
 
@@ -189,12 +194,13 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
                 revision=resolved.commit,
                 allow_patterns=list(patterns),
                 ignore_patterns=_REPEATED,
-                local_files_only=resolved.files is None,
+                local_files_only=bool(resolved.why_local),
             )
     except hub.errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
-            f"connect once and run `flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
+            f"{resolved} is not (completely) in the local cache and "
+            f"{resolved.why_local or 'it could not be downloaded'}; connect once and run "
+            f"`flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
         ) from error
     return Path(folder)
 
@@ -205,7 +211,7 @@ def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]
     from huggingface_hub import constants, utils
     from huggingface_hub.file_download import repo_folder_name
 
-    if resolved.files is None:
+    if resolved.why_local:
         yield
         return
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=resolved.repo, repo_type="model")

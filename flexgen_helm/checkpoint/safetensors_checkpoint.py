@@ -29,7 +29,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, Logica
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
 
 
@@ -53,13 +53,15 @@ class SafetensorsCheckpoint(Checkpoint):
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
 
+    # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
+
     def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
         return read_config(folder)
 
     def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         """Find the model's tensors among those of the files. Raises `CheckpointError` for what does not fit."""
         head, table = (
-            find_stored(architecture.tensors, tensors, name, architecture.prefixes)
+            find_stored(find_source(architecture.tensors, name), tensors, architecture.prefixes)
             for name in (HEAD_MATRIX, EMBED_TABLE)
         )
         if head is not None and table is not None:
@@ -124,7 +126,7 @@ class SafetensorsCheckpoint(Checkpoint):
             return None
         return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
 
-    def _is_transposed(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:  # overridden by `StateDictCheckpoint`
         return self._tensors[name].transposed
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:

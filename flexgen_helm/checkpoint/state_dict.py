@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
-from flexgen_helm.checkpoint.stored_tensors import StoredRange, lacks
+from flexgen_helm.checkpoint.stored_tensors import StoredRange, missing_tensor_error
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
@@ -37,8 +37,8 @@ from flexgen_helm.models.transformers_backend.empty_model import empty_model
 _LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
 
 
-# Returns the values of rows of a stored tensor, in a shape.
-_Read = Callable[[LogicalTensor, range, tuple[int, ...]], torch.Tensor]
+# Returns the values of a stored tensor, or of the part of one expert: [1, ...].
+_ReadPart = Callable[[LogicalTensor, int | None], torch.Tensor]
 
 
 @dataclass
@@ -64,21 +64,21 @@ class _Conversion:
         first, *more = self.tensors
         return first.title + (f" and {len(more)} more" if more else "")
 
-    def entries(self, model: Any, read: _Read, expert: int | None = None) -> dict[str, torch.Tensor]:
+    def entries(self, model: Any, read: _ReadPart, expert: int | None = None) -> dict[str, torch.Tensor]:
         """Return key -> entry, or its part `expert` from the sources of this expert alone."""
-        values = []
+        values = {}
         for pattern, tensors in self.sources.items():
-            if expert is None or len(tensors) > 1:
-                chosen = tensors if expert is None else [tensors[expert]]
-                values += [(pattern, read(tensor, range(tensor.num_rows), tensor.shape)) for tensor in chosen]
+            if expert is not None and len(tensors) > 1:  # one tensor of each expert
+                values[pattern] = [read(tensors[expert], None)]
             else:
-                (stacked,) = tensors
-                values.append((pattern, read(stacked, _rows_of(stacked, expert), (1, *stacked.shape[1:]))))
+                values[pattern] = [read(tensor, expert) for tensor in tensors]
         if self.converter is None:
-            return {self.key: values[0][1]}
+            ((entry,),) = values.values()
+            return {self.key: entry}
         converter: Any = deepcopy(self.converter)
-        for pattern, value in values:
-            converter.add_tensor(self.key, self.key, pattern, value)
+        for pattern, of_pattern in values.items():
+            for value in of_pattern:
+                converter.add_tensor(self.key, self.key, pattern, value)
         entries = converter.convert(
             self.key, model=_OneExpert(model) if expert is not None else model, config=model.config
         )
@@ -105,8 +105,8 @@ class StateDictReader:
         self._stored_key = self._resolve_tied(state)
         ignored, buffers = _any_of(model._keys_to_ignore_on_load_unexpected), dict(model.named_buffers())
         irrelevant = {name for key, name in unused.items() if key in buffers or (ignored and ignored.search(key))}
-        read = tensors.keys() - unused.values()
-        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path)
+        used_names = tensors.keys() - unused.values()
+        check_unread((tensors[name] for name in tensors.keys() - irrelevant), used_names, path)
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
         self._by_expert: dict[str, bool] = {}
 
@@ -136,8 +136,10 @@ class StateDictReader:
             yield from stored.tiles(rows)
         else:
             part = expert if expert is not None and self._is_converted_by_expert(key) else None
-            value = self._conversion(key).entries(self._model, _read, part)[self._stored_key[key]]
-            yield (value if expert == part else value[expert]).reshape(-1)
+            value = self._conversion(key).entries(self._model, _read_part, part)[self._stored_key[key]]
+            if expert is not None and part is None:  # all experts were converted together
+                value = value[expert]
+            yield value.reshape(-1)
 
     def stored_rows(self, key: str, expert: int | None = None) -> tuple[LogicalTensor, list[range]] | None:
         """Return the rows of a stored tensor that are an entry, or its part `expert`; None if it must be converted."""
@@ -145,7 +147,7 @@ class StateDictReader:
         if conversion.converter is not None:
             return None
         (stored,) = conversion.tensors
-        return stored, [range(stored.num_rows) if expert is None else _rows_of(stored, expert)]
+        return stored, [_rows_of(stored, expert)]
 
     def _conversion(self, key: str) -> _Conversion:
         return self._conversions[self._stored_key[key]]
@@ -182,10 +184,12 @@ class StateDictReader:
         unused = {}
         for name in sorted(tensors, key=dot_natural_key):
             key, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            # Stored under the key itself, which the renamings, written for older names, would change.
             if key not in state and name in state:
                 key, pattern = rename_source_key(name, [], [], prefix, state)
-            if key not in state and (own_name := _LANGUAGE_MODEL.sub(r"\1", name)) != name:
-                key, pattern = rename_source_key(own_name, renamings, converters, prefix, state)
+            # A model of several parts, such as text and vision, of which the language model alone is computed here.
+            if key not in state and (text_name := _LANGUAGE_MODEL.sub(r"\1", name)) != name:
+                key, pattern = rename_source_key(text_name, renamings, converters, prefix, state)
             if key not in state:
                 unused[key] = name
                 continue
@@ -232,7 +236,7 @@ class StateDictReader:
             if name is not None:
                 stored[key] = name
             elif may_lack is None or not may_lack.search(key):
-                raise lacks(self._path, key, self._names)
+                raise missing_tensor_error(self._path, key, self._names)
         return stored
 
 
@@ -246,16 +250,22 @@ class _OneExpert:
         return torch.empty((1, *self._model.get_parameter(key).shape[1:]), device="meta")
 
 
-def _read(tensor: LogicalTensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.cat(list(tensor.tiles([rows]))).view(shape)
+def _read_part(tensor: LogicalTensor, expert: int | None) -> torch.Tensor:
+    return torch.cat(list(tensor.tiles([_rows_of(tensor, expert)]))).view(_shape_of(tensor, expert))
 
 
-def _no_data(tensor: LogicalTensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, device="meta")
+def _no_data(tensor: LogicalTensor, expert: int | None) -> torch.Tensor:
+    return torch.empty(_shape_of(tensor, expert), device="meta")
 
 
-def _rows_of(tensor: LogicalTensor, expert: int) -> range:
-    """Return the rows of one part of the first dimension."""
+def _shape_of(tensor: LogicalTensor, expert: int | None) -> tuple[int, ...]:
+    return tensor.shape if expert is None else (1, *tensor.shape[1:])
+
+
+def _rows_of(tensor: LogicalTensor, expert: int | None) -> range:
+    """Return the rows of a tensor, or of one expert's part of the first dimension."""
+    if expert is None:
+        return range(tensor.num_rows)
     per_expert = tensor.num_rows // tensor.shape[0]
     return range(expert * per_expert, (expert + 1) * per_expert)
 

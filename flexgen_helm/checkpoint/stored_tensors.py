@@ -62,11 +62,11 @@ class MatchedTensor:
 
 
 def find_stored(
-    sources: Mapping[str, TensorSource], stored: Mapping[str, LogicalTensor], canonical: str, prefixes: Sequence[str]
+    source: TensorSource, stored: Mapping[str, LogicalTensor], prefixes: Sequence[str]
 ) -> LogicalTensor | None:
-    """Return the stored tensor that holds a canonical one; None if there is none."""
-    name = find_source(sources, canonical).name
-    return next((stored[prefix + name] for prefix in prefixes if prefix + name in stored), None)
+    """Return the stored tensor that a source names, under the first prefix with which there is one; None without."""
+    names = (prefix + source.name for prefix in prefixes)
+    return next((stored[name] for name in names if name in stored), None)
 
 
 def match_tensors(
@@ -88,16 +88,15 @@ def match_tensors(
     matched: dict[str, MatchedTensor] = {}
     for canonical, shape in shapes.items():
         source = find_source(sources, canonical)
-        names = [prefix + source.name for prefix in prefixes]
-        tensor = find_stored(sources, stored, canonical, prefixes)
+        tensor = find_stored(source, stored, prefixes)
         if tensor is None:
-            raise lacks(path, names[0], stored)
+            raise missing_tensor_error(path, prefixes[0] + source.name, stored)
         num_rows, rows = select_rows(source, canonical, config, shapes)
         transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
         expected: tuple[int, ...] = (num_rows, *shape[1:])
         if transposed:
             expected = (shape[1], num_rows)
-        elif source.experts:
+        elif source.experts:  # one stored tensor of all experts: [experts, rows, width]
             expected = (num_rows // shape[0], *shape)
         if tensor.shape != expected:
             raise CheckpointError(
@@ -113,7 +112,7 @@ def described_by(path: Path) -> str:
     return "metadata" if path.suffix == ".gguf" else "config.json"
 
 
-def lacks(path: Path, name: str, stored: Iterable[str]) -> CheckpointError:
+def missing_tensor_error(path: Path, name: str, stored: Iterable[str]) -> CheckpointError:
     """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model has left."""
     wrapped = next((stored_name for stored_name in stored if stored_name.endswith(f".{name}")), None)
     hint = f"; it has {wrapped}: save the model again without '{wrapped.removesuffix(name)}'" if wrapped else ""

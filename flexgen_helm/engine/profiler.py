@@ -30,7 +30,7 @@ from flexgen_helm.kernels.layer_rows import put_rows
 from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
-from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
+from flexgen_helm.models.config import layer_stage
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.disk import DirectFile
@@ -121,7 +121,7 @@ def _host_layer() -> tuple[float, float]:
     """
 
     config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
-    shapes = {name.removeprefix(f"{stage}."): shape for name, shape in stage_tensor_shapes(config, stage).items()}
+    shapes = {name.removeprefix(f"{stage}."): shape for name, shape in config.stage_tensors(stage)}
     vectors = {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
     sizes = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     decoder = decoder_of(config, torch.device("cpu"), torch.float32)

@@ -78,6 +78,20 @@ class _Generation(NamedTuple):
     excess: int
 
 
+class _ThinkEnd(NamedTuple):
+    """What ends thinking.
+
+    id: None if it is several tokens.
+    text: None if it was given as an id.
+    engine_knows_it: it is `</think>`. For another end the engine draws without stop strings, which are applied
+        afterwards, behind the end.
+    """
+
+    id: int | None
+    text: str | None
+    engine_knows_it: bool
+
+
 def register() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
@@ -116,7 +130,7 @@ def run_command(arguments: Sequence[str]) -> None:
             f"a task's data is not here and could not be downloaded ({str(error).partition('. ')[0]}); run it once "
             "where there is a network, copy the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
         ) from error
-    except IndexError as error:  # it looks at the first character of each choice of a task's first document
+    except IndexError as error:  # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_locals.get("choice") != "":
             raise
@@ -177,13 +191,12 @@ class FlexgenLM(TemplateLM):
         self._chat = reader.chat(self._model)
         self._generation_settings = read_generation(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
-        end = think_end_token
-        ids = [end] if isinstance(end, int) else self.tokenizer.encode(end or "", add_special_tokens=False)
-        self._end_id = ids[0] if len(ids) == 1 else None
-        self._end_text = None if isinstance(end, int) else end
-        # The engine knows `</think>` only: behind another end the harness's own cut does what stop strings would.
-        self._engine_thinks = (self.tokenizer.decode([end]) if isinstance(end, int) else end) == END.decode()
-        self._has_end = end is not None
+        self._think_end, end = None, think_end_token
+        if isinstance(end, int):
+            self._think_end = _ThinkEnd(end, None, self.tokenizer.decode([end]) == END.decode())
+        elif end is not None:
+            ids = self.tokenizer.encode(end, add_special_tokens=False)
+            self._think_end = _ThinkEnd(ids[0] if len(ids) == 1 else None, end, end == END.decode())
         self._scored: Sequence[Instance] = ()  # whose documents errors name
         if end is None and self._model.config.thinking_budget is not None:
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
@@ -372,8 +385,9 @@ class FlexgenLM(TemplateLM):
         ids = self.tok_encode(context)
         # The text of EOS ends an answer for the harness.
         stops = [stop for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text) if stop]
-        thinking = self._chat.thinking(context) if self._engine_thinks else None
-        while_drawing = stops if not self._has_end or thinking is not None else []
+        end = self._think_end
+        thinking = self._chat.thinking(context) if end is not None and end.engine_knows_it else None
+        while_drawing = stops if end is None or thinking is not None else []
         request = GenerationRequest(
             prompt_token_ids=tuple(ids[-room:]),
             max_tokens=known["max_gen_toks"],
@@ -387,11 +401,11 @@ class FlexgenLM(TemplateLM):
 
     def _text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
-        ids = list(completion.token_ids)
-        if self._end_id not in ids:
-            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, self._end_text))
+        ids, end = list(completion.token_ids), self._think_end
+        if end is None or end.id not in ids:
+            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end and end.text))
         # By id: a special token has no text in an answer.
-        behind = ids[len(ids) - ids[::-1].index(self._end_id) :]
+        behind = ids[len(ids) - ids[::-1].index(end.id) :]
         return str(postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None))
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:

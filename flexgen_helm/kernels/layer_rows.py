@@ -25,8 +25,10 @@ _THREAD_ELEMENTS = 1 << 15
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
-    """x [..., N] by its root mean square, times weight [N] -> the same shape.
+    """Divide each row by its root mean square, times `weight` (Zhang and Sennrich, 2019); return the same shape.
 
+    x: [..., N]; float32 within, whatever its precision.
+    weight: [N], of the same precision.
     plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight has.
     """
     width = x.shape[-1]

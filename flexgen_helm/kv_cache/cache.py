@@ -255,7 +255,7 @@ class KVCache:
     def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
         """Return the values [B, Hk, k, D] of selected keys; no others are brought."""
         storage = self._blocks[block].storage
-        return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.tokens))
+        return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.keys))
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""

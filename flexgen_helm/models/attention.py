@@ -222,6 +222,7 @@ def attend_prefix(
     Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no key.
     """
     keys = torch.arange(k.shape[1], device=q.device)
+    # A bias of [T, S], which a mask and ALiBi give each head of attention, is bounded by the chunks.
     rows_at_once = len(q) if mask is None and config.slopes is None else QUERY_CHUNK_TOKENS
     parts = []
     for first in range(0, len(q), rows_at_once):
@@ -386,15 +387,15 @@ _ROUNDING = 1e-9
 class TopK:
     """Selected keys.
 
-    tokens: [B, Hk, k], indices of the keys.
+    keys: [B, Hk, k], their indices.
     scores: [B, Hk, G, k], minus infinity in sequences that select fewer than k.
     """
 
-    tokens: Tensor
+    keys: Tensor
     scores: Tensor
 
     def attend(self, values: Tensor) -> PartialAttention:
-        """Values [B, Hk, k, D] of the tokens -> output [B, Hq, D], log-sum-exp [B, Hq]."""
+        """Values [B, Hk, k, D] of the keys -> output [B, Hq, D], log-sum-exp [B, Hq]."""
         out, lse = _attend_scores(self.scores, values)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -412,10 +413,10 @@ def select_top_k(
     """
     scores = config.scores(q.unflatten(1, (k.shape[1], -1)), k)
     scores = _with_slopes(scores, config, positions[:, None]) + mask
-    tokens = _weights(scores).topk(largest, dim=-1).indices
-    selected = scores.gather(3, tokens[:, :, None].expand(-1, -1, scores.shape[2], -1))
+    keys = _weights(scores).topk(largest, dim=-1).indices
+    selected = scores.gather(3, keys[:, :, None].expand(-1, -1, scores.shape[2], -1))
     surplus = torch.arange(largest, device=q.device) >= counts[:, None]
-    return TopK(tokens, selected.masked_fill(surplus[:, None, None], -math.inf))
+    return TopK(keys, selected.masked_fill(surplus[:, None, None], -math.inf))
 
 
 def attend_top_k(
@@ -475,4 +476,5 @@ def num_selected(visible: int, share: float) -> int:
 
 
 def num_selected_tensor(visible: Tensor, share: float) -> Tensor:
+    """As `num_selected`, for each element."""
     return torch.ceil(visible.double() * share - _ROUNDING).long()

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from flexgen_helm.identity import Identified
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 
 
+# Here and below, `name` and `first_version` keep digests as they were before fields were renamed (identity.py).
 @dataclass(frozen=True)
 class MoEConfig(Identified, name="ExpertSpec", first_version="count per_token ffn_size normalize dense_layers"):
     """Mixture of experts: a router selects some gated MLPs for every token (Mixtral, Qwen3-MoE).
@@ -108,7 +110,12 @@ class ModelConfig(Identified, ABC):
 
     @abstractmethod
     def stage_tensors(self, stage: str) -> TensorShapes:
-        """Yield canonical name and shape of one stage's tensors (`stage_tensor_shapes`)."""
+        """Yield canonical name and shape of one stage's tensors.
+
+        A tied head has no further matrix, unless another rank of a pipeline has the embedding table.
+
+        Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
+        """
 
     @cached_property
     @abstractmethod
@@ -129,7 +136,7 @@ class ModelConfig(Identified, ABC):
 
     @property
     def num_streams(self) -> int:
-        """Hidden states of a token."""
+        """Hidden states of a token; Gemma 3n keeps several."""
         return 1
 
     @property
@@ -186,14 +193,18 @@ class ModelConfig(Identified, ABC):
 
     @property
     def key_layers(self) -> tuple[int | None, ...]:
-        """For each layer the layer of the whole model whose keys and values it attends with; None if it has none."""
+        """For each layer the layer of the whole model whose keys and values it attends with; None if it has none.
+
+        (None, 1, 1): the first layer keeps a state instead, the last one shares the keys of the one before.
+        """
         return tuple(range(self.layers_before, self.layers_before + self.num_layers))
 
     @cached_property
     def cache_layers(self) -> tuple[int | None, ...]:
         """For each layer the number of the stored keys and values that it attends with; None if it attends to none.
 
-        Some layers use those of an earlier one; the first of them here stores them.
+        Some layers use those of an earlier one; the first of them here stores them. `key_layers` of (None, 1, 1) give
+        (None, 0, 0).
         """
         numbers: dict[int, int] = {}
         return tuple(None if layer is None else numbers.setdefault(layer, len(numbers)) for layer in self.key_layers)
@@ -252,10 +263,6 @@ class ModelConfig(Identified, ABC):
         """Distinct parameters; a tied head counts once."""
         return sum(prod(shape) for shape in tensor_shapes(self).values())
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of one position's keys and values in all layers."""
-        return 2 * self.num_cache_layers * self.kv_size * bytes_per_element
-
     @cached_property
     def head_flops_per_token(self) -> int:
         """FLOPs of the language-model head, and of its projection, for one position."""
@@ -309,18 +316,7 @@ def stage_names(config: ModelConfig) -> list[str]:
     return [EMBED] * config.has_embedding + layer_stages(config) + [HEAD] * config.has_head
 
 
-def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of one stage's tensors.
-
-    A tied head has no further matrix, unless another rank of a pipeline has the embedding table.
-
-    Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
-    """
-    return dict(config.stage_tensors(stage))
-
-
 @lru_cache(maxsize=2)  # those of one model are asked for again and again
 def tensor_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Canonical name -> shape of all tensors of the model, in the order of a pass."""
-    stages = (stage_tensor_shapes(config, stage) for stage in stage_names(config))
-    return MappingProxyType({name: shape for stage in stages for name, shape in stage.items()})
+    return MappingProxyType(dict(chain.from_iterable(map(config.stage_tensors, stage_names(config)))))

@@ -84,7 +84,7 @@ class StageWeights(Protocol):
     """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.
 
     repeatable: a batch may use a matrix more than once. Otherwise it uses each at most once, in the order of
-        `stage_tensor_shapes`; experts in the order of `use_experts`.
+        `ModelConfig.stage_tensors`; experts in the order of `use_experts`.
     """
 
     repeatable: bool
@@ -161,7 +161,9 @@ class Decoder:
             hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
-    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
+    def layer(
+        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
+    ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
         q, k, v = self.before_attention(weights, layer, hidden, rotary)
         return self.after_attention(weights, layer, hidden, attend(q, k, v))
@@ -179,7 +181,7 @@ class Decoder:
         elif config.qk_norm:
             q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
-            q, k = rotate(q, rotary[rope]), rotate(k, rotary[rope])
+            q, k = layer_rows.rotate(q, *rotary[rope]), layer_rows.rotate(k, *rotary[rope])
         return q, k, v
 
     def after_attention(self, weights: StageWeights, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -255,23 +257,8 @@ class Decoder:
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         config, weight = self.config, weights.vector(f"{name}.weight")
         if config.norm == "rmsnorm":
-            return rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
+            return layer_rows.rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
         return F.layer_norm(x, (config.hidden_size,), weight, weights.vector(f"{name}.bias"), config.norm_eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool = False) -> Tensor:
-    """Divide each row by its root mean square, times `weight` (Zhang and Sennrich, 2019).
-
-    x: [..., N]; float32 within, whatever its precision.
-    weight: [N], of the same precision.
-    plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight has.
-    """
-    return layer_rows.rms_norm(x, weight, eps, plus_one)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the halves of every head's first elements against each other; x [T, heads, D]."""
-    return layer_rows.rotate(x, *rotary)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -36,7 +36,6 @@ from flexgen_helm.models.config import (
     expert_number,
     expert_of,
     stage_names,
-    stage_tensor_shapes,
     tensor_shapes,
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
@@ -161,7 +160,7 @@ class TieredWeights:
             self._stages = stage_names(self._config)
             self._stage_experts: dict[str, list[str]] = {}  # by number
             for stage in self._stages:
-                experts = {expert for name in stage_tensor_shapes(self._config, stage) if (expert := expert_of(name))}
+                experts = {expert for name, _ in self._config.stage_tensors(stage) if (expert := expert_of(name))}
                 self._stage_experts[stage] = sorted(experts, key=expert_number)
             self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
@@ -343,8 +342,7 @@ class TieredWeights:
 
     def _in_units(self, stage: str, unit_bytes: int) -> list[StagedMatrix]:
         """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the decoder's order."""
-        shapes = stage_tensor_shapes(self._config, stage)
-        names = [name for name, shape in shapes.items() if len(shape) > 1 and not _is_table(name)]
+        names = [name for name, shape in self._config.stage_tensors(stage) if len(shape) > 1 and not _is_table(name)]
         if stage == HEAD and self._config.tied_head:
             names.append(HEAD_MATRIX)
         staged = []

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import EMBED, ModelConfig, expert_of, stage_names, stage_tensor_shapes, tensor_shapes
+from flexgen_helm.models.config import EMBED, ModelConfig, expert_of, stage_names, tensor_shapes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 
@@ -82,7 +82,7 @@ class StorageSizes:
         """Bytes of each stage's matrices, and of those that belong to experts."""
         found = {}
         for stage in stage_names(self.config):
-            names = [name for name, shape in stage_tensor_shapes(self.config, stage).items() if len(shape) > 1]
+            names = [name for name, shape in self.config.stage_tensors(stage) if len(shape) > 1]
             experts = sum(self.matrices[name] for name in names if expert_of(name))
             found[stage] = sum(self.matrices[name] for name in names), experts
         return found

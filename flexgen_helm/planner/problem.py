@@ -20,7 +20,6 @@ from flexgen_helm.models.config import (
     expert_of,
     layer_stages,
     stage_names,
-    stage_tensor_shapes,
 )
 from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
@@ -285,7 +284,7 @@ class PlanningProblem:
         names = (
             name
             for stage in layer_stages(self.config)
-            for name, shape in stage_tensor_shapes(self.config, stage).items()
+            for name, shape in self.config.stage_tensors(stage)
             if len(shape) > 1 and expert_of(name) is None
         )
         return sum(1 for _ in names) / self.config.num_layers
@@ -296,7 +295,7 @@ class PlanningProblem:
         kinds = {}
         for stage in stage_names(self.config):
             kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
-            for name, shape in stage_tensor_shapes(self.config, stage).items():
+            for name, shape in self.config.stage_tensors(stage):
                 if len(shape) > 1:
                     kinds[name] = "head" if name == EMBED_TABLE and self._borrows_table else expert_of(name) or kind
         return kinds
@@ -367,7 +366,7 @@ class PlanningProblem:
         return self.config.tied_head and self.config.has_embedding
 
     def _stage_elements(self, stage: str) -> int:
-        return sum(math.prod(shape) for shape in stage_tensor_shapes(self.config, stage).values() if len(shape) > 1)
+        return sum(math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1)
 
     # --- KV cache ---
     @property

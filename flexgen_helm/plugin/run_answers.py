@@ -46,6 +46,7 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
     context = get_context()
     model = context.find_model(f"{PREFIX}{run.run['model']}")
     encoder = context.models.encoder(model)
+    # `index` has the scored instances alone: none with a perturbation.
     states = [state for state in read_states(run.folder, run.instances.index) if state["result"]["success"]]
     answered = _stored_results(run, model, states)
     if missing := len(states) - len(answered):
@@ -74,29 +75,27 @@ def _stored_results(
     with closing(ResponseCache(path)) as cache:
         # HELM's file does not say the class of a request, which decides how its prompt was sent.
         for kind in (PlainTextRequest, Request):
-            asked = {}
-            for index, state in enumerate(states):
-                if index not in found:
-                    fields = state["request"]
-                    if "prompt_token_ids" in fields:
-                        request: Request = TokenRequest(
-                            **{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])}
-                        )
-                    else:
-                        request = kind(**fields)
-                    asked[index] = request, to_helm_request(request, model, models)
-            results = cache.get_many([ours.key for _, ours in asked.values()])
-            for index, (request, ours) in asked.items():
-                if (result := results.get(ours.key)) is not None:
-                    shown = to_request_result(request, ours, result, True, models.encoder(model)).completions
-                    written = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
-                    if written == [(output.text, output.logprob) for output in shown]:
-                        found[index] = ours, result
+            requests = {n: _to_request(state["request"], kind) for n, state in enumerate(states) if n not in found}
+            converted = {n: to_helm_request(request, model, models) for n, request in requests.items()}
+            results = cache.get_many([helm_request.key for helm_request in converted.values()])
+            for index, helm_request in converted.items():
+                if (result := results.get(helm_request.key)) is not None:
+                    shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
+                    in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
+                    if in_file == [(output.text, output.logprob) for output in shown.completions]:
+                        found[index] = helm_request, result
     return found
 
 
+def _to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
+    """Make a request of HELM from its file; kind: of one with a text."""
+    if "prompt_token_ids" in fields:
+        return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
+    return kind(**fields)
+
+
 def _scored_tokens(
-    state: Mapping[str, Any], asked: HelmRequest, result: GenerationResult, encoder: PromptEncoder
+    state: Mapping[str, Any], request: HelmRequest, result: GenerationResult, encoder: PromptEncoder
 ) -> tuple[tuple[int, ...], int]:
     """Return prompt and answer, and the index of the first token that makes the score."""
     prompt = result.prompt_token_ids
@@ -107,4 +106,4 @@ def _scored_tokens(
         # As HELM's BasicReferenceMetric counts the tokens of a reference.
         text = state["instance"]["references"][reference]["output"]["text"]
         return ids, max(1, len(ids) - len(encoder.encode(f" {text}")))
-    return ids, max(1, len(prompt) - len(asked.echo_ids) + state.get("num_conditioning_tokens", 0))
+    return ids, max(1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0))

@@ -61,7 +61,7 @@ class Tokenizer:
         backend.no_truncation()  # tokenizer.json may switch on both, and a prompt must never be cut or padded unseen
         backend.no_padding()
         backend.encode_special_tokens = False  # the text of a special token inside a prompt is that token
-        is_byte_level(backend)  # refuse here and not at the first completion
+        is_byte_level(backend)  # raises for tokens that determine no bytes: here, not at the first completion
         self._backend = backend
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         plain, default = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -88,7 +88,7 @@ class Tokenizer:
         and HELM's threads and the engines of all precisions ask for it.
         """
         with _lock:
-            key = _stamps(Path(path))
+            key = _source_files(Path(path))
             if (tokenizer := _in_use.get(key)) is None:
                 report(ProgressPhase("tokenizer", Path(path).name))
                 if (tokenizer := cls._from_path(Path(path))) is not None and key:
@@ -231,7 +231,7 @@ class Tokenizer:
         return token_byte_table(self._backend)
 
 
-def _stamps(path: Path) -> tuple[SourceFile, ...]:
+def _source_files(path: Path) -> tuple[SourceFile, ...]:
     """Return the files that a tokenizer is made of, as they are now."""
     names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
     files = [path] if path.is_file() else [*(path / name for name in names), *path.glob("additional_chat_templates/*")]

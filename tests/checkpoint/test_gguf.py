@@ -178,6 +178,13 @@ def test_missing_tensor_wrong_shape_and_bad_values_are_named(built, llama, tmp_p
             read.tensor("layers.1.mlp.up.weight")
 
 
+def test_long_factors_do_not_stand_in_for_short_ones(built, tmp_path):
+    longrope = np.full(6, 2.0, np.float32)
+    file = write(tmp_path / "m.gguf", built("phi3")[2], "phi3", rope_factors_long__weight=longrope)
+    with pytest.raises(UnsupportedArchitectureError, match=r"1 tensors that nothing here reads.*rope_factors_long\."):
+        open_checkpoint(file)
+
+
 @pytest.mark.parametrize(
     ("number", "message"),
     [

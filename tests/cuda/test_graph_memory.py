@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
+from flexgen_helm.models.config import layer_stage
 from flexgen_helm.models.decoder import Decoder, StageWeights
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.planner.placement import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
@@ -23,7 +23,7 @@ class Resident(StageWeights):
     repeatable = True
 
     def __init__(self, config) -> None:
-        shapes, stage = stage_tensor_shapes(config, layer_stage(0)), f"{layer_stage(0)}."
+        shapes, stage = dict(config.stage_tensors(layer_stage(0))), f"{layer_stage(0)}."
         self._tensors = {name.removeprefix(stage): torch.zeros(shape, device="cuda") for name, shape in shapes.items()}
 
     def linear(self, name, x):

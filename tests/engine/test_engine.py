@@ -25,7 +25,7 @@ from flexgen_helm.errors import (
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.weights import TieredWeights
 from tests.helpers import backend_models
-from tests.helpers.tiny_models import build_tiny
+from tests.helpers.tiny_models import build_tiny, kv_bytes_per_token
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, var
 def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
-        copies, per_token = engine.ledger.in_use, engine.config.kv_bytes_per_token(4)
+        copies, per_token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4, disk=0)) as engine:
         claim = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
         small, large = engine.run(

@@ -10,7 +10,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
-from tests.helpers.tiny_models import VOCABULARY, llama_config, save_random, save_tokenizer
+from tests.helpers.tiny_models import VOCABULARY, kv_bytes_per_token, llama_config, save_random, save_tokenizer
 
 MOST = 200
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def limits_for(model: Path, precision: str, sequences: float, **options) -> dict
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
         weights = engine.ledger.in_use
         positions = sequences * (MOST + 57)
-        return {"weights": weights, "cache": int(positions * engine.config.kv_bytes_per_token(4))}
+        return {"weights": weights, "cache": int(positions * kv_bytes_per_token(engine.config, 4))}
 
 
 @pytest.mark.fast(1)

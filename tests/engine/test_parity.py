@@ -16,7 +16,7 @@ from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import amx
 from tests.helpers.backend_models import saved
 from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts, seeing_longer_neighbours
-from tests.helpers.tiny_models import VARIANTS, TinyModel
+from tests.helpers.tiny_models import VARIANTS, TinyModel, kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_a_needle_in_any_company_keeps_its_answer(tiny, needle, before, behind, 
     request, alone = needle
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
-        limit = max(2 * engine.ledger.in_use, engine.ledger.in_use + cache_tokens * engine.config.kv_bytes_per_token(4))
+        limit = max(
+            2 * engine.ledger.in_use, engine.ledger.in_use + cache_tokens * kv_bytes_per_token(engine.config, 4)
+        )
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=limit), **options) as engine:
         result = engine.run([*before, request, *behind])[len(before)]
         engine.ledger.check({"weights": engine.ledger.in_use})

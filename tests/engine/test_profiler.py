@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexgen_helm.engine import profiler
-from flexgen_helm.models import decoder
+from flexgen_helm.kernels import layer_rows
 from flexgen_helm.offload import linear
 
 
@@ -25,16 +25,16 @@ def test_norms_and_rotations_count_and_products_do_not(monkeypatch: pytest.Monke
     step_s, bytes_s = profiler._host_layer()
     assert 0 < step_s < 0.1 and math.isfinite(bytes_s)
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "rms_norm", slowed(decoder.rms_norm, 0.02))
+        patch.setattr(layer_rows, "rms_norm", slowed(layer_rows.rms_norm, 0.02))
         assert profiler._host_layer()[0] > 0.04, "a layer has two norms"
     with monkeypatch.context() as patch:
         patch.setattr(linear, "linear_as_stored", slowed(linear.linear_as_stored, 0.01))
         assert profiler._host_layer()[0] < 0.03, "seven products take 0.07 s more"
-    rotate = decoder.rotate
+    rotate = layer_rows.rotate
 
-    def slow(x: torch.Tensor, rotary: decoder.Rotary) -> torch.Tensor:
+    def slow(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         time.sleep(0.03 if len(x) > 1 else 0.0)
-        return rotate(x, rotary)
+        return rotate(x, cos, sin)
 
-    monkeypatch.setattr(decoder, "rotate", slow)
+    monkeypatch.setattr(layer_rows, "rotate", slow)
     assert profiler._host_layer()[1] < bytes_s / 2, "what a long batch moves is slower where rotations are"

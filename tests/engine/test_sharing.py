@@ -22,7 +22,7 @@ from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import assert_equals_reference, assert_same
 from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.shares import share_of
-from tests.helpers.tiny_models import VARIANTS, VOCABULARY
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY, kv_bytes_per_token
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
             count = replaced(patch, owner, function, 1 << 30, MemoryError)
             found = engine.run(requests)
         if name == "fp16" and cache != (0, 0):  # 24 tokens of all, and behind them 1 and 15 of a part
-            assert sum(taken) == (24 + 1 + 15) * engine.config.kv_bytes_per_token(4) // engine.config.num_layers
+            assert sum(taken) == (24 + 1 + 15) * kv_bytes_per_token(engine.config, 4) // engine.config.num_layers
         assert engine.last_run["workload"]["prompt_tokens_computed"] < 200 and count.calls > 6
         for call in range(0, count.calls, 5):
             with monkeypatch.context() as patch:
@@ -248,7 +248,7 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
     """A cache that holds hardly more than the largest request: prefixes come and go, or are not shared."""
     requests = requests_of(long_tree(4, 12), 4)
     with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
-        weights, token = engine.ledger.in_use, engine.config.kv_bytes_per_token(4)
+        weights, token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
         expected = engine.run(requests)
     answered = 0
     for tokens in (90, 150, 260, 520):

@@ -272,3 +272,8 @@ def save_tokenizer(folder: Path) -> None:
     text = ["the quick brown fox jumps over the lazy dog", "question: answer: the the and of a to in is that it was"]
     backend.train_from_iterator(text * 4, trainer)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+def kv_bytes_per_token(config: Any, bytes_per_element: int) -> int:
+    """Bytes of one position's keys and values in all layers that store them."""
+    return 2 * config.num_cache_layers * config.kv_size * bytes_per_element

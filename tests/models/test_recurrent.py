@@ -114,14 +114,14 @@ def test_answers_that_grow_by_pages_and_are_preempted(monkeypatch, tmp_path):
 def test_a_scan_that_drops_the_state_before_goes_on_token_by_token(monkeypatch, one_by_one, tmp_path):
     """Jamba's scan begins with zeros whenever it is given several tokens; the inverse: it shows."""
     if not one_by_one:
-        monkeypatch.setattr(trace, "_drops_states", lambda *given: False)
+        monkeypatch.setattr(trace, "_ignores_a_state", lambda *given: False)
     difference, config = largest_difference("JambaForCausalLM", tmp_path, {})
     assert [kind.mixer.one_by_one for kind in config.modules.kinds if kind.mixer is not None] == [one_by_one]
     assert (difference < TOLERANCE) == one_by_one
 
 
 def test_a_state_that_nobody_goes_on_from_is_refused(monkeypatch):
-    monkeypatch.setattr(trace, "_drops_states", lambda *given: True)
+    monkeypatch.setattr(trace, "_ignores_a_state", lambda *given: True)
     config = tiny_config(HYBRID).to_dict() | {"architectures": [HYBRID]}
     with pytest.raises(UnsupportedArchitectureError, match="does not go on from the states"):
         read_transformers_config(config)

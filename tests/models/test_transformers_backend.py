@@ -34,6 +34,7 @@ from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.shares import IS_WHOLE, share, share_of_release
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+from tests.helpers.tiny_models import kv_bytes_per_token
 
 FAST = (
     "CohereForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "NemotronForCausalLM",
@@ -121,7 +122,7 @@ def test_layers_that_use_keys_again_store_none(schedule, on_gpu, on_cpu, tmp_pat
     with Engine.from_pretrained(tmp_path, **options) as engine:
         results, config = engine.run(asked), engine.config
     assert (config.num_cache_layers, config.cache_layers) == (4, (0, 1, 2, 3, 2, 3))
-    assert config.kv_bytes_per_token(2) == 4 * 2 * 2 * config.num_kv_heads * config.head_dim
+    assert kv_bytes_per_token(config, 2) == 4 * 2 * 2 * config.num_kv_heads * config.head_dim
     assert max(off(model, result) for result in results) < TOLERANCE
 
 
@@ -131,7 +132,7 @@ def test_latents_are_cached_instead_of_keys_of_every_head(tmp_path):
     with Engine.from_pretrained(tmp_path) as engine:
         config = engine.config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 24)
-    assert config.kv_bytes_per_token(2) == 2 * 2 * 24 * 2
+    assert kv_bytes_per_token(config, 2) == 2 * 2 * 24 * 2
     expands = ("self_attn.kv_b_proj.weight", (4 * (8 + 8), 16))
     assert all(expands in kind.resident and expands not in kind.matrices for kind in config.modules.kinds)
 

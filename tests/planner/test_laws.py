@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names, stage_tensor_shapes
+from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
 from flexgen_helm.planner.placement import choose_tiers, tier_fractions
 from flexgen_helm.planner.plan import make_plan, planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
@@ -182,7 +182,7 @@ def least_seconds(problem, policy):
     for stage in stage_names(config):
         if stage == EMBED:
             continue
-        names = [name for name, shape in stage_tensor_shapes(config, stage).items() if len(shape) > 1]
+        names = [name for name, shape in config.stage_tensors(stage) if len(shape) > 1]
         if stage == HEAD and config.tied_head:
             names.append("embed.tokens.weight")
         for name in names:

@@ -87,7 +87,8 @@ def read_rope(
 ) -> RopeConfig:
     """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), and what stands beside them.
 
-    Of entries that contradict each other the one wins that `transformers` takes (`modeling_rope_utils.py`).
+    Of entries that contradict each other the one wins that `transformers` takes (`modeling_rope_utils.py`):
+    `rope_scaling` before `rope_parameters`, and an entry of either before one beside it, but for the original context.
 
     is_partial: the architecture rotates the part of a head that `partial_rotary_factor` says; others ignore the entry.
 

@@ -32,8 +32,8 @@ def _gpt_config(config: Config, architecture: str, hidden: int, heads: int, **fe
 
 
 def _renamed(config: Config, **names: str) -> Config:
-    """Return a configuration in its architecture's words. names: another word -> its word, over which it wins."""
-    return {**config, **{name: config[word] for word, name in names.items() if config.get(word) is not None}}
+    """Return a configuration by the names that are read here. names: alias=name; a given alias replaces the name's."""
+    return {**config, **{name: config[alias] for alias, name in names.items() if config.get(alias) is not None}}
 
 
 def read_opt(config: Config) -> DecoderConfig:

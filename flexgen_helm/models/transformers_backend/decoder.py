@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows, rms_norm
+from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import Routing
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
@@ -254,7 +255,7 @@ def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     trial._parameters = {"weight": trial_weight}
     expected = trial(x)
     for plus_one in (False, True):
-        if torch.allclose(rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6):
+        if torch.allclose(layer_rows.rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6):
             return partial(_fused_norm, module._parameters, module.forward, eps, plus_one)
     return None
 
@@ -264,4 +265,4 @@ def _fused_norm(
 ) -> Tensor:
     weight = parameters["weight"]
     # Some weights stay in float32.
-    return rms_norm(x, weight, eps, plus_one) if weight.dtype == x.dtype else forward(x)
+    return layer_rows.rms_norm(x, weight, eps, plus_one) if weight.dtype == x.dtype else forward(x)

@@ -30,7 +30,9 @@ from flexgen_helm.models.transformers_backend.trace import (
 )
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
+# Names of the context length; a model of states alone may have none, and then takes more than any request has.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_ANY_LENGTH = 1 << 20
 
 
 def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
@@ -64,11 +66,11 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
     name, config = type(model.model).__name__, model.model.config.get_text_config()
     in_float32 = kept_in_float32(model.model)
     kinds = [layer_kind(layer, of_layer, name, in_float32) for layer, of_layer in zip(model.layers, trace.layers)]
-    distinct = list(dict.fromkeys(kinds))
     # Whether a layer has neither attention nor a state is said by the configuration (Nemotron-H).
-    words = list(getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ())
+    words = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+    without = {layer for layer, word in enumerate(words) if word in ("mlp", "moe")}
     by_layer = [
-        None if words[layer : layer + 1] in (["mlp"], ["moe"]) and not of_layer.calls else _only_call(of_layer, name)
+        None if layer in without and not of_layer.calls else _only_call(of_layer, name)
         for layer, of_layer in enumerate(trace.layers)
     ]
     calls = [call for call in by_layer if call is not None]
@@ -77,6 +79,39 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
     windows = {call.mask.window for call in calls if call.mask.window is not None}
     if len({window.is_chunked for window in windows}) > 1:
         raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
+    modules = _modules(model, trace, kinds, by_layer, text)
+    # The most key heads and the largest group may be of two layers: no layer has more query heads than their product.
+    kv_heads = max(call.k.shape[1] for call in calls)
+    group = max(call.q.shape[1] // call.k.shape[1] for call in calls)
+    return TransformersConfig(
+        architecture=architecture,
+        num_layers=len(kinds),
+        hidden_size=config.hidden_size,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=max(call.k.shape[2] for call in calls),
+        ffn_size=max(kind.widest for kind in modules.kinds),
+        vocab_size=model.model.get_output_embeddings().out_features,
+        max_positions=_max_positions(config) - model.first_position,
+        embed_size=model.base.get_input_embeddings().weight.shape[1],
+        tied_head=modules.head_key in (model.model.all_tied_weights_keys or {}),
+        windows=tuple(
+            None if call is None or call.mask.window is None else call.mask.window.tokens for call in by_layer
+        )
+        if windows
+        else (),
+        chunked=any(window.is_chunked for window in windows),
+        attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
+        experts=_moe(kinds),
+        modules=modules,
+    )
+
+
+def _modules(
+    model: LayeredModel, trace: ModelTrace, kinds: list[LayerKind], by_layer: list[AttentionCall | None], text: str
+) -> ModulesConfig:
+    """Describe the modules that compute a model. by_layer: calls of attention; text: of its `config.json`."""
+    name, distinct = type(model.model).__name__, list(dict.fromkeys(kinds))
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UnsupportedArchitectureError(f"the head of {name} is no linear layer")
@@ -86,7 +121,15 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
         rows, width = input_table.weight.shape
         inputs["layer_input_key"] = f"{paths[id(input_table)]}.weight"
         inputs |= {"layer_input_rows": rows, "layer_input_size": width // len(kinds)}
-    modules = ModulesConfig(
+    shared = tuple(
+        SharedKeys(
+            key, layer, k.shape[1], k.shape[3], v.shape[3],
+            tuple(n for n, call in enumerate(by_layer) if n > layer and call is not None and call.key is k),
+        )
+        for layer, of_layer in enumerate(trace.layers)
+        for key, (k, v) in of_layer.shared.items()
+    )  # fmt: skip
+    return ModulesConfig(
         class_name=name,
         text=text,
         layers_path=model.layers_path,
@@ -99,39 +142,8 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
         head_key=f"{paths[id(head)]}.weight",
         table_rows=table.weight.shape[0],
         streams=trace.streams,
-        shared_keys=tuple(
-            SharedKeys(
-                key, layer, k.shape[1], k.shape[3], v.shape[3],
-                tuple(n for n, call in enumerate(by_layer) if n > layer and call is not None and call.key is k),
-            )
-            for layer, of_layer in enumerate(trace.layers)
-            for key, (k, v) in of_layer.shared.items()
-        ),
+        shared_keys=shared,
         **inputs,
-    )  # fmt: skip
-    kv_heads = max(call.k.shape[1] for call in calls)
-    tied = model.model.all_tied_weights_keys or {}
-    return TransformersConfig(
-        architecture=architecture,
-        num_layers=len(kinds),
-        hidden_size=config.hidden_size,
-        num_heads=max(call.q.shape[1] // call.k.shape[1] for call in calls) * kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=max(call.k.shape[2] for call in calls),
-        ffn_size=max(kind.widest for kind in distinct),
-        vocab_size=head.out_features,
-        max_positions=_max_positions(config) - model.first_position,
-        embed_size=table.weight.shape[1],
-        tied_head=modules.head_key in tied,
-        windows=tuple(
-            None if call is None or call.mask.window is None else call.mask.window.tokens for call in by_layer
-        )
-        if windows
-        else (),
-        chunked=any(window.is_chunked for window in windows),
-        attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
-        experts=_moe(kinds),
-        modules=modules,
     )
 
 
@@ -173,7 +185,7 @@ def _moe(kinds: list[LayerKind]) -> MoEConfig | None:
     kind = next((kind for kind in kinds if kind.num_experts), None)
     if kind is None:
         return None
-    (inner, *_) = (shape[1] for stack in kind.experts for entry, shape in stack.matrices if "down" in entry)
+    (inner, *_) = (shape[1] for stack in kind.experts for entry, shape in stack.matrices if entry == "down_proj")
     dense = tuple(layer for layer, its_kind in enumerate(kinds) if not its_kind.num_experts)
     return MoEConfig(kind.num_experts, kind.per_token, inner, dense_layers=dense)
 
@@ -184,7 +196,7 @@ def _max_positions(config: Any) -> int:
     LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
     """
     sizes = (getattr(config, name, None) for name in _POSITIONS)
-    longest = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 20)
+    longest = next((size for size in sizes if isinstance(size, int) and size > 0), _ANY_LENGTH)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):

@@ -44,7 +44,7 @@ class LayerTrace:
     experts: calls of experts, by the path of their module.
     shared: keys and values that it leaves to later layers, by name.
     mixers: modules that asked for a state; states: what they kept.
-    one_by_one: several tokens at once do not go on from every state.
+    one_by_one: passes of one token alone go on from its states; several tokens at once would ignore one.
     """
 
     order: list[str] = field(default_factory=list)
@@ -96,15 +96,15 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
             with _noted(layer, trace, name) as note_state:
                 cache = StateCache(positions, note_state)
                 out = model.layer(index, hidden, given.with_past(cache))
-            trace.states = [state for state, _ in cache.found()]
+            trace.states = states = [state for state, _ in cache.found()]
             trace.shared = {key: pair for key, pair in given.shared_keys.items() if pair is not shared_before.get(key)}
-            if trace.states:
-                noted, trace = trace, LayerTrace()  # what these trials do is not of interest
-                noted.one_by_one = _drops_states(model, index, noted.states, hidden, given)
-                if _drops_states(model, index, noted.states, hidden[..., :1, :], arguments_of_one[index]):
+            if states:
+                # `attend` and `run_experts` write to `trace`: of the trials to one that nobody reads.
+                trace = LayerTrace()
+                layers[index].one_by_one = _ignores_a_state(model, index, states, hidden, given)
+                if _ignores_a_state(model, index, states, hidden[..., :1, :], arguments_of_one[index]):
                     raise UnsupportedArchitectureError(f"{name} does not go on from the states that its layers keep")
-                trace = noted
-            if trace.shared.keys() & shared_before:
+            if layers[index].shared.keys() & shared_before:
                 raise UnsupportedArchitectureError(f"{name} replaces keys that layers share")
             if out.shape != hidden.shape:
                 raise UnsupportedArchitectureError(f"the layers of {name} change the shape of the hidden states")
@@ -124,22 +124,22 @@ def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: L
         if isinstance(value, (PastOfTokens, UserDict)) or value is inputs:
             continue
         parts = tree_leaves(value)
-        tensors = name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)
-        if not tensors and not all(is_plain(part) or isinstance(part, Mask) for part in parts):
-            kind = next(type(part).__name__ for part in parts if not is_plain(part) and not isinstance(part, Mask))
+        unknown = [part for part in parts if not is_plain(part) and not isinstance(part, Mask)]
+        if unknown and not (name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)):
             raise UnsupportedArchitectureError(
-                f"{type(model.model).__name__} passes its layers {name} ({kind}), of which nothing is known here"
+                f"{type(model.model).__name__} passes its layers {name} ({type(unknown[0]).__name__}), of which "
+                "nothing is known here"
             )
 
 
-def _drops_states(
+def _ignores_a_state(
     model: LayeredModel,
     index: int,
     states: list[SequenceState],
     hidden: Tensor,
     arguments: LayerArguments,
 ) -> bool:
-    """Whether what a layer returns depends not on all states before; gradients say what it depends on."""
+    """Whether a layer's output does not depend on one of the states before; gradients say what it depends on."""
     for number in range(len(states)):
         values = [torch.zeros((1, *state.shape), device="meta") for state in states]
         values[number].requires_grad_()
@@ -224,8 +224,6 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-# What a traced layer is made of: its matrices, what rests beside them, experts, and the module that keeps a state.
-
 # What modules of experts may have, and `TransformersDecoder` reads.
 _EXPERT_TENSORS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 _EXPERT_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "training"}
@@ -238,7 +236,11 @@ def kept_in_float32(model: Any) -> re.Pattern[str]:
 
 
 def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pattern[str]) -> LayerKind:
-    """name: of the model's class."""
+    """Describe a traced layer: its matrices, the tensors that stay beside them, its experts, and its states.
+
+    name: of the model's class.
+    in_float32: finds the names of tensors that are kept in float32.
+    """
     modules = dict(layer.named_modules())
     linears = [path for path in trace.order if is_linear(modules[path])]
     once = [path for path in linears if linears.count(path) == 1]
