@@ -69,7 +69,7 @@ QUICK = Workload(
     repeats=1,
     group_bytes=1 << 30,
     peer_rows=(2,),
-    packed=tuple(replace(case, rows=2, prompt=8, output=min(case.output, 2)) for case in packed.CASES),
+    packed=tuple(replace(case, rows=2, prompt=8, output=min(case.output, 2)) for case in packed.CASES[:3:2]),
 )
 
 

@@ -35,12 +35,7 @@ with suppress(ImportError):  # a GPU machine may lack it
     settings.load_profile("tests")
 
 # Whole programs and the other longest files begin first: at the end one worker would wait for them.
-_LONGEST = (
-    "tests/e2e/",
-    "tests/engine/test_wheel_reference.py",
-    "tests/planner/test_search.py",
-    "tests/report/test_suite.py",
-)
+_LONGEST = ("tests/e2e/", "tests/cuda/", "tests/engine/test_wheel_reference.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -210,7 +210,7 @@ def test_engine_flags_that_would_be_ignored_or_change_the_workload_are_refused(n
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["offload", "ablation", "policy", "kernels"])
 def test_the_quick_command_measures_every_side(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")

@@ -224,12 +224,7 @@ def test_a_model_in_parts_is_read_whole(llama, tmp_path):
 
 @pytest.mark.parametrize("name", ["split.no", "split.count"])
 def test_a_part_that_has_no_number_is_refused(llama, tmp_path, name):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_string(name, "0")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(tmp_path / "m.gguf", "llama", {name: "0"}, [])
     with pytest.raises(CheckpointError, match="is damaged: it is part"):
         open_checkpoint(tmp_path / "m.gguf")
 

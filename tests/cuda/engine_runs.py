@@ -36,13 +36,15 @@ def each_family(variants: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[
     return [(variant, dtypes[number % len(dtypes)]) for number, variant in enumerate(variants)]
 
 
-def requests(count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, **options: Any) -> list[Any]:
+def requests(
+    count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, tokens: int = VOCABULARY, **options: Any
+) -> list[Any]:
     """Scored prompts with answers, some with several completions; `shared` tokens begin every prompt."""
     draw = random.Random(count)
-    common = [draw.randrange(2, VOCABULARY) for _ in range(shared)]
+    common = [draw.randrange(2, tokens) for _ in range(shared)]
     return [
         GenerationRequest(
-            prompt_token_ids=[*common, *(draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, longest)))],
+            prompt_token_ids=[*common, *(draw.randrange(2, tokens) for _ in range(draw.randint(2, longest)))],
             max_tokens=new, echo_logprobs=True, n=1 + 2 * (i % 2) if new > 1 else 1, ignore_eos=True, **options,
         )
         for i in range(count)

@@ -87,7 +87,7 @@ def slowdown(folder):
     return measured
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHES, BOTH], ids=["weights", "caches", "host attention"])
 def test_a_pass_takes_what_its_busiest_resource_takes(slowdown, policy, ratio):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run
+from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, requests, run
 from tests.helpers.backend_models import saved
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
@@ -33,15 +33,8 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     Loaders wait for guesses of that choice.
     """
     model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
-    draw = random.Random(1)
-    shared = [draw.randrange(3, 60) for _ in range(10)]
-    asked = [
-        GenerationRequest(
-            prompt_token_ids=[*shared, *(draw.randrange(3, 60) for _ in range(length))], max_tokens=3, n=1 + length % 2,
-            echo_logprobs=True, ignore_eos=True,
-        )
-        for length in (1, 8, 15, 30)
-    ]  # fmt: skip
+    asked = requests(4, 30, 3, shared=10, tokens=60)
+    asked.append(replace(asked[0], prompt_token_ids=asked[0].prompt_token_ids[:11]))  # a token behind what is shared
     settings = dict(schedule="zigzag", cpu_attention=False, offload_dir=tmp_path / "tiers")
     if PLACEMENTS[placement] is not None:
         settings |= dict(policy=PLACEMENTS[placement])
@@ -62,10 +55,7 @@ LAUNCHES = 28
 
 def test_launches_of_a_decode_step(tmp_path):
     saved("SeedOssForCausalLM", tmp_path / "model")
-    draw = random.Random(3)
-    asked = [
-        GenerationRequest(prompt_token_ids=[draw.randrange(3, 60) for _ in range(30)], max_tokens=6) for _ in range(5)
-    ]
+    asked = [GenerationRequest(prompt_token_ids=[3 + i, *range(4, 33)], max_tokens=6) for i in range(5)]
     with cuda_in_host_memory() as device, counted(device) as costs:
         run(tmp_path / "model", asked, torch.float16, precision="fp16", limits=ROOMY)
     check(costs)

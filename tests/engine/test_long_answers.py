@@ -80,7 +80,7 @@ def test_preempted_answers_are_those_of_ample_memory(model, schedule, precision)
 
 
 def test_several_completions_behind_shared_prompts(model):
-    asked = requests(6, n=3)
+    asked = requests(12, n=3)
     with Engine.from_pretrained(model) as engine:
         expected = answers(engine, asked)
     sizes = limits_for(model, "fp16", 2)

@@ -219,7 +219,7 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fmt", [*KERNELS, WITHOUT_KERNEL], ids=str)
 @given(sizes, st.integers(1, 3))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))
@@ -231,7 +231,7 @@ def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
 
 @pytest.mark.parametrize("fmt", [PAPER, OURS, GroupFormat(4, 8, "out", "word"), EIGHT], ids=str)
 @given(sizes, st.integers(1, kernels.QUANTIZED_MATMUL_ROWS), st.integers(1, 3))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, tokens, threads):
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))

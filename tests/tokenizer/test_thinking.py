@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat
@@ -93,6 +93,7 @@ borders = st.lists(st.integers(0, 10**6), max_size=40)
         ("<think></think>\n\n", False),
     ],
 )
+@settings(max_examples=25)
 @given(borders=borders)
 def test_stop_strings_count_in_the_answer_only(text, inside, borders):
     got = run(cut(text, borders), inside=inside, stop=("\n",)).result()
@@ -125,6 +126,7 @@ def test_without_a_thinking_format_the_first_stop_string_ends_everything():
         ("_parse_thinking_glm_4_5", "\n<think>never"),
     ],
 )
+@settings(max_examples=25)
 @given(borders=borders)
 def test_parts_are_those_of_helms_parsers(parse, text, borders):
     thinking, answer = split_thinking(completion(cut(text, borders)), begins_inside=False)
