@@ -6,6 +6,8 @@ keeps for each layer:
     plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
     quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of values
 
+The newest tokens of a quantized cache, whose group is not complete, lie in a `ResidualWindow`, beside its storage.
+
 Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a head.
 """
 

@@ -184,7 +184,7 @@ class WeightPrefetcher:
 
     @property
     def wants_more(self) -> bool:
-        """Whether less than a ring full is announced beside what is in the ring: it may be used up within an item."""
+        """Whether the units that wait for room fill less than the ring, so one item may use up all announced ones."""
         return sum(unit.ring_bytes for unit in self._queue) < self._ring.capacity
 
     @property
