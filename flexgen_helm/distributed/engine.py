@@ -9,7 +9,7 @@ brings workers down takes few others with it.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,6 +234,7 @@ class ClusterEngine:
         self._ready: dict[str, WorkerIdentity] = {}
         self._failures: dict[str, Failure] = {}
         self._told = False
+        self._news: deque[tuple[str, Any, Any]] = deque()  # of workers, by name: key and item
         config = model.config
         report(ModelInUse(model.name, config.chosen_precision.name))
         report(ProgressPhase("load"))
@@ -269,7 +270,7 @@ class ClusterEngine:
         try:
             while not run.is_over:
                 if should_stop is not None and should_stop():
-                    raise Interrupted("interrupted; what the workers have finished is kept")
+                    raise Interrupted("interrupted; what the workers have reported is kept")
                 self._step(run)
                 report(event := run.progress())
                 if progress is not None:
@@ -277,6 +278,7 @@ class ClusterEngine:
         finally:
             for name in run.running:
                 self._workers.cancel(name)
+            self._take_news(None)  # losses and new workers; answers of this run are none of the next one's
         self.last_run = run.record(self._load_s)
         if run.failures:
             raise WorkerError(
@@ -291,11 +293,16 @@ class ClusterEngine:
             for name in self._workers.idle():
                 if name in self._ready and (unit := run.next_unit(name, self._workers.count())):
                     self._workers.call(name, unit)
-        for name, news in self._workers.poll(_POLL_S):
-            for key, item in news.items():
-                self._receive(name, key, item, run)
+        for name, report_of_worker in self._workers.poll(_POLL_S):
+            self._news.extend((name, key, item) for key, item in report_of_worker.items())
+        self._take_news(run)
         if not self._ready:
             self._require_hope()
+
+    def _take_news(self, run: ClusterRun | None) -> None:
+        """Take what workers have reported, each once, also where a run's `on_result` raises amid it."""
+        while self._news:
+            self._receive(*self._news.popleft(), run)
 
     def _receive(self, name: str, key: Any, item: Any, run: ClusterRun | None) -> None:
         match item:

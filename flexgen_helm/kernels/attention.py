@@ -241,7 +241,7 @@ def _attend_plainly(
         joined = torch.logaddexp(lse[tokens], total) if follows else total
         result = (weights @ v).transpose(0, 1) * (total - joined).exp().nan_to_num(0.0)[..., None]
         if follows:
-            result += out[tokens] * (lse[tokens] - joined).exp()[..., None]
+            result += out[tokens] * (lse[tokens] - joined).exp().nan_to_num(0.0)[..., None]
         out[tokens], lse[tokens] = result, joined
     return out, lse
 

@@ -38,8 +38,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
     y = empty(x.shape)
     weight = _ones(width) if weight is None else weight
     row_bytes = 4 * x.stride(0) if x.dim() == 2 else 4 * width
-    constants = _constants(eps, float(plus_one)).ctypes.data
-    arguments = [x.data_ptr(), row_bytes, y.data_ptr(), weight.data_ptr(), x.numel() // width, width, constants]
+    constants = _constants(eps, float(plus_one))  # held until the loop has ended
+    arguments = [x.data_ptr(), row_bytes, y.data_ptr(), weight.data_ptr(), x.numel() // width, width]
+    arguments.append(constants.ctypes.data)
     run_on_threads(module.norm_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
     return y
 
@@ -147,8 +148,9 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     yield lambda: _gated("gelu_tanh", 12 * x, up)
     yield lambda: add(x.clone(), up)
     yield lambda: add_bias(x.clone(), weight)
-    slots, units, rows = torch.tensor([2, 0]), torch.tensor([3, 1]), normal(2, 2, width)
-    yield lambda: put_rows(torch.zeros(3, 2, 4, width).transpose(1, 2), slots, units, rows)
+    slots, units = torch.tensor([[2, 0], [3, 1]], device="cpu")
+    rows, target = normal(2, 2, width), normal(3, 2, 4, width)
+    yield lambda: put_rows(target.clone().transpose(1, 2), slots, units, rows)
 
 
 def _gated(activation: str, x: Tensor, up: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:
-    return packed.device.type == "cpu" and packed.stride(1) == 1 and values.dtype == torch.float32
+    on_host = packed.device.type == values.device.type == "cpu"
+    return on_host and packed.stride(1) == 1 and values.dtype == torch.float32
 
 
 @lru_cache(maxsize=8)
@@ -105,7 +106,7 @@ def _table(scales: Scales, bits: int) -> Tensor:
     """What the loops look scales up in."""
     if scales == "word":
         return word_table(bits, torch.device("cpu"))
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).float()
+    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.float16).float()
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
@@ -113,10 +114,14 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     matrix = torch.arange(16 * 40, dtype=torch.float32, device="cpu").mul(0.37).sin().view(16, 40)
     for fmt in (GroupFormat(bits, 16, axis, scales) for bits in (4, 8) for axis in _AXES for scales in _SCALES):
         stripes = quantize(matrix, fmt)
-        packed = torch.cat((stripes, stripes), 1)[:, : stripes.shape[1]]  # caches have others behind them
-        yield partial(dequantize_into, packed, fmt, torch.empty_like(matrix))
+        packed = torch.cat((stripes, stripes.flip(1)), 1)[:, : stripes.shape[1]]  # caches have others behind them
+        yield partial(_matrix, packed, fmt)
         if fmt.axis == "out":
             yield partial(_product, matrix[:5], packed, fmt)
+
+
+def _matrix(packed: Tensor, fmt: GroupFormat) -> Tensor:
+    return dequantize_into(packed, fmt, torch.zeros((16, 40), dtype=torch.float32, device="cpu"))
 
 
 def _product(x: Tensor, packed: Tensor, fmt: GroupFormat) -> Tensor:

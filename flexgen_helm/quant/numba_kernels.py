@@ -62,7 +62,8 @@ def dequantize_rows(address: Any) -> None:
     apart, groups, scale_bytes = code_bytes - half, (width + group - 1) // group, 2 if words else 4
     stripes = min(stripes, rows)
     for row in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data, line = _bytes(packed + row * stripe_bytes, stripe_bytes), floats(matrix + row * width * 4, width)
+        data = _bytes(packed + row * stripe_bytes, groups * (code_bytes + scale_bytes))
+        line = floats(matrix + row * width * 4, width)
         for number in range(groups):
             scale, offset = _scale_and_offset(data, groups * code_bytes + number * scale_bytes, 2, words, table)
             for upper in range(2):
@@ -83,7 +84,7 @@ def dequantize_columns(address: Any) -> None:
     apart = group * bits // 8 - half
     scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = _bytes(packed + stripe * stripe_bytes, stripe_bytes)
+        data = _bytes(packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width)
         _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for upper in range(2):
             first, at = stripe * group + upper * half, upper * apart * width
@@ -154,7 +155,8 @@ def matmul_columns(address: Any) -> None:
     scale, offset, constants = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(count, np.float32)
     scaled = np.empty((count, width), np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data, first = _bytes(packed + stripe * stripe_bytes, stripe_bytes), stripe * group
+        data = _bytes(packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width)
+        first = stripe * group
         _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for t in range(count):
             constants[t] = _scale_row(floats(given + t * width * 4, width), scale, offset, scaled[t])

@@ -14,10 +14,10 @@ import pytest
 from flexgen_helm import Engine, EngineConfig, GenerationRequest
 from flexgen_helm.distributed import worker as worker_module
 from flexgen_helm.distributed.engine import ClusterEngine
-from flexgen_helm.distributed.worker import ModelToLoad, Worker
+from flexgen_helm.distributed.worker import Failure, ModelToLoad, Worker
 from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError, WorkerError
 from flexgen_helm.progress import Event, Message, observed_by
-from flexgen_helm.request import Progress
+from flexgen_helm.request import GenerationResult, Progress
 from tests.helpers.thread_workers import ThreadWorkers
 from tests.helpers.tiny_models import TinyModel
 
@@ -138,6 +138,32 @@ def test_an_interruption_keeps_what_is_finished(model: ModelToLoad) -> None:
         )
     assert 5 < len(answered) < 400
     assert all(result.error is None for result in cluster.run(requests_of(10)))  # the workers are idle again
+    cluster.close()
+
+
+def test_a_loss_behind_an_answer_that_cannot_be_stored_is_not_forgotten(model: ModelToLoad) -> None:
+    """Else the next run waits for a worker that is gone."""
+    cluster, workers = start(model, lose_at={"b": 1, "a": 2})
+    poll, losses = workers.poll, []
+
+    def losses_behind_answers(timeout_s: float) -> list[tuple[str, Any]]:
+        news = poll(timeout_s)
+        losses.extend(item for item in news if Failure in item[1])
+        rest = [item for item in news if Failure not in item[1]]
+        if any(isinstance(value, GenerationResult) for _, items in rest for value in items.values()):
+            rest += losses
+        return rest
+
+    def store(index: int, result: GenerationResult) -> None:
+        raise OSError("no space left")
+
+    workers.poll = losses_behind_answers  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space left"):
+        cluster.run(requests_of(40), on_result=store)
+    assert losses
+    workers.poll = poll  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match="no worker is left"):
+        cluster.run(requests_of(40))
     cluster.close()
 
 

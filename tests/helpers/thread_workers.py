@@ -51,7 +51,8 @@ class ThreadWorkers:
         self._calls[worker] = self.workers[worker].work(requests)
 
     def cancel(self, worker: str) -> None:
-        self._calls.pop(worker).close()  # type: ignore[attr-defined]
+        if (call := self._calls.pop(worker, None)) is not None:
+            call.close()  # type: ignore[attr-defined]
 
     def drop(self, worker: str) -> None:
         del self.workers[worker]

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.kernels.emit import Loop, done, part_of_thread
+from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.quant import arithmetic, kernels
 from flexgen_helm.quant.arithmetic import (
     NotQuantizableError,
@@ -213,7 +215,9 @@ WITHOUT_KERNEL = GroupFormat(3, 64, "out")
 
 
 def apart(rows: torch.Tensor) -> torch.Tensor:
-    """The same rows with others' bytes between them, as caches have."""
+    """The same rows with others' bytes between them, as caches have; one row as a column's transpose."""
+    if len(rows) == 1:
+        return rows.t().contiguous().t()
     return torch.stack((rows, rows.flip(1)), 1).flatten(1)[:, : rows.shape[1]]
 
 
@@ -250,6 +254,22 @@ def test_products_read_codes_for_few_tokens_only():
     assert quantized_matmul(matrix(1, 64).half(), packed, OURS, 64) is None
     along = GroupFormat(4, 64, "in")
     assert quantized_matmul(matrix(1, 64), quantize(matrix(64, 64), along), along, 64) is None
+
+
+@pytest.mark.parametrize("name", ["dequantize_rows", "dequantize_columns", "matmul_columns"])
+def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, name):
+    module = kernels.loops()
+
+    @Loop
+    def nothing(address):
+        done(address, part_of_thread(address)[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, nothing)
+        kernels.loops.forget()
+        assert kernels.loops() is None and loops_in_use["dequantization"] == "it computes wrong numbers"
+    kernels.loops.forget()
+    assert kernels.loops() is module
 
 
 def test_the_numba_kernels_are_used(monkeypatch):
