@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
-from flexgen_helm.offload.prefetcher import RingSlot, StagedMatrix
+from flexgen_helm.offload.prefetcher import RingSlot, StreamedMatrix
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.forks import python
@@ -34,7 +34,7 @@ PAGE = ROOT / "docs/developers/architecture.md"
 # What a request becomes on its way, by class. HELM's own are Request and RequestResult.
 FORMS = [
     "Request", "HelmRequest", "Job", "GenerationRequest", "EncodedRequests", "Sequence", "ScheduledTokens", "Batch",
-    "AttentionMetadata", "ScoredPosition", "SequenceOutput", "HeadOutput", "BatchOutput", "Completion",
+    "AttentionMetadata", "Prediction", "SequenceOutput", "HeadOutput", "BatchOutput", "Completion",
     "GenerationResult", "Response", "RequestResult",
 ]  # fmt: skip
 # A file counts where one of its functions is given such an object, or a list or dictionary of them, or returns one.
@@ -132,7 +132,7 @@ def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> 
     return files
 
 
-HANDLES = (StoredTensor, LogicalTensor, OffloadedMatrix, StagedMatrix, RingSlot, Weight)  # what stands for a weight
+HANDLES = (StoredTensor, LogicalTensor, OffloadedMatrix, StreamedMatrix, RingSlot, Weight)  # what stands for a weight
 ASKED = [GenerationRequest(prompt_token_ids=[*range(2, 68), 70 + n], max_tokens=9, n=2, seed=1) for n in range(3)]
 
 

@@ -9,10 +9,9 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, groupby, islice
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from flexgen_helm.kernels.attention import (
 )
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
+from flexgen_helm.kv_cache.codec import NewTokens, place_new_tokens
 from flexgen_helm.kv_cache.visibility import (
     DecodePart,
     PrefixPart,
@@ -41,37 +40,8 @@ from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
+from flexgen_helm.offload.uploads import Uploads
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
-
-# Small tensors of a batch: token ids, positions, indices, sampling parameters. They reach the device in one copy.
-
-Numbers = SequenceOf[SequenceOf[int]]
-
-
-def host_and_device(
-    device: torch.device, integers: Numbers, floats: SequenceOf[SequenceOf[float]] = ()
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return lists of numbers as tensors on the host and on the device: first int64, then float64.
-
-    The copy is from pinned memory, so that the host does not wait for it. If the host computes, there is none.
-    """
-    flat = torch.tensor([*chain.from_iterable(integers)], dtype=torch.int64)
-    if floats:
-        flat = torch.cat((flat, torch.tensor([*chain.from_iterable(floats)], dtype=torch.float64).view(torch.int64)))
-    copied = flat
-    if device.type != "cpu":
-        flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
-        copied = flat.to(device, non_blocking=True)
-    sizes = [len(numbers) for numbers in (*integers, *floats)]
-    host, on_device = (
-        tuple(
-            part if number < len(integers) else part.view(torch.float64)
-            for number, part in enumerate(tensor.split(sizes))
-        )
-        for tensor in (flat, copied)
-    )
-    return host, on_device
-
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
 # the link faster than a processor attends to them. Fewer queries are sent to the host instead.
@@ -99,8 +69,7 @@ class PromptAttention:
     def _attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         start, window, config, codec = self.sequence.start, at.window, at.config, at.cache.codec
         fmt = codec.cache_format
-        num_quantized = 0 if fmt is None else fmt.num_quantized(q.shape[0] - 1)
-        if fmt is None or not num_quantized:
+        if fmt is None or not (num_quantized := fmt.num_quantized(q.shape[0] - 1)):
             return attention.attend_causal(q, k, v, config, window, start)
         # Every token sees the older ones quantized, as it would in a cache.
         chunks = query_chunks(q, start, window, fmt)
@@ -118,8 +87,8 @@ class DecodeAttention:
     on_host: the host computes attention.
     positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
     new: where the tokens go.
-    parts: of what they see; the first covers all of them.
-    table: the same for the compiled loop; None where it cannot be used.
+    parts: the cached keys that they see, in parts; the first has keys of all sequences.
+    table: the keys of the only part, for the compiled loop; None where it cannot be used.
     """
 
     tokens: slice
@@ -135,7 +104,7 @@ class DecodeAttention:
     ) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v.
 
-        before: over the shared prefixes, which the result is merged with; both are written.
+        before: over the shared prefixes, which the compiled loop merges the result with; both are written.
         """
         cache = at.cache
         if self.on_host:
@@ -150,6 +119,7 @@ class DecodeAttention:
             out, lse = _attend_segments(at, q.float().contiguous(), segments, before)
             out = out.to(q.dtype)
         else:
+            assert before is None
             out, lse = self._attend(first, at, q)
         for part in more:
             rows = part.sequences
@@ -177,7 +147,7 @@ class PrefixAttention:
 
     tokens: a slice where they are neighbours, which spares copies.
     positions: [t], counted from the prefix's first token; host_positions: the same on the host.
-    parts: of what they see.
+    parts: the prefix's keys that they see, in parts.
     """
 
     prefix: Sequence
@@ -389,21 +359,24 @@ def build_attention_metadata(
         for prefix in sequence.prefixes:
             users.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
 
-    appended = [new_token_lists(block, cache.codec) for block in blocks]
-    in_prefixes = [[positions[token] - prefix.start for token in index] for prefix, index in users.items()]
-    lists = (token_ids, positions, *chain(*appended), *chain(*zip(in_prefixes, users.values())))
-    # Tensors in the order of the lists, each on the host and on the device.
-    pairs = zip(*host_and_device(device, lists)[:2], strict=True)
-    (host_ids, ids), (host_at, at) = next(pairs), next(pairs)
+    uploads = Uploads()
+    ids, at = uploads.add(token_ids), uploads.add(positions)
+    appended = [
+        (place_new_tokens(block, cache.codec, uploads), uploads.add([s.num_computed for s in block.sequences]))
+        for block in blocks
+    ]
+    in_prefixes = [
+        (uploads.add(tokens), uploads.add([positions[token] - prefix.start for token in tokens]))
+        for prefix, tokens in users.items()
+    ]
+    uploads.copy(device)
 
     decodes = []
-    for (block, first), new_lists in zip(blocks.items(), appended):
-        on_host, on_device = zip(*islice(pairs, len(new_lists)))
-        host_attends = cache.attends_on_host(block)
-        cached = (on_host if host_attends else on_device)[1]
+    for (block, first), (new, counts) in zip(blocks.items(), appended):
+        on_host = cache.attends_on_host(block)
+        cached, absolute = (x.on_host if on_host else x.on_device for x in (counts, at))
         tokens = slice(first, first + len(block.sequences))
-        new = new_tokens(block, cache.codec, on_host, on_device)
-        starts = (host_at if host_attends else at)[tokens] - cached if has_chunks else 0
+        starts = absolute[tokens] - cached if has_chunks else 0
         table = None
         if cache.codec.cache_format is None and can_attend_caches(cached.device, dtype):
             begins, follows = zip(*((sequence.start, bool(sequence.prefixes)) for sequence in block.sequences))
@@ -412,17 +385,17 @@ def build_attention_metadata(
         else:
             queries = Queries(cached, starts, mask_dtype(cached.device, dtype))
             seen = decode_parts(block, queries, kinds, cache.codec)
-        decodes.append(DecodeAttention(tokens, block, host_attends, cached, new, seen, table))
+        decodes.append(DecodeAttention(tokens, block, on_host, cached, new, seen, table))
 
     prefixes = []
-    for (prefix, index), seen_at in zip(users.items(), in_prefixes):
-        (seen_on_host, seen_on_device), (_, tokens_on_device) = next(pairs), next(pairs)
-        adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
-        where = slice(index[0], index[-1] + 1) if adjacent else tokens_on_device
-        parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at, cache.codec)
-        prefixes.append(PrefixAttention(prefix, where, seen_on_device, seen_on_host, parts))
+    for prefix, (of_batch, seen_at) in zip(users, in_prefixes):
+        first, last = of_batch.numbers[0], of_batch.numbers[-1]
+        adjacent = last - first == len(of_batch.numbers) - 1  # ascending, no token twice
+        where = slice(first, last + 1) if adjacent else of_batch.on_device
+        parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at.numbers, cache.codec)
+        prefixes.append(PrefixAttention(prefix, where, seen_at.on_device, seen_at.on_host, parts))
 
-    rows = TableRows(ids, host_ids), TableRows(at, host_at)
+    rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))
 
 

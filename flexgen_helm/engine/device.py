@@ -56,9 +56,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
-def prefer_float16(device: torch.device, checkpoint: Checkpoint) -> str:
-    """Let a bfloat16 checkpoint be read as float16 if the GPU has no bfloat16 products; say why, where it must not.
+def read_as_float16_if_faster(device: torch.device, checkpoint: Checkpoint) -> str:
+    """Let a bfloat16 checkpoint be read as float16 if the GPU has no bfloat16 products.
 
+    Return why it must not be, where the model is what keeps it from that; "" otherwise.
     Such GPUs (compute capability below 8.0, as the T4) multiply float16 eight times as fast as float32.
     """
     is_cuda = device.type == "cuda" and torch.version.hip is None
@@ -96,11 +97,12 @@ def require_room(folder: Path, num_bytes: int) -> None:
 
 
 def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
-    """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin.
+    """Return the bytes of each tier for one process: the given limit, otherwise what is free, less a margin.
 
     A limit may exceed what is free in host memory, which some systems grant as it is used.
 
-    num_sharers: processes that share the machine's memory and disk, this one included.
+    limits: of this process.
+    num_sharers: processes that share what the machine has free, this one included.
     """
     memory = host_memory()
     free_disk = shutil.disk_usage(existing_folder(folder)).free
@@ -115,7 +117,10 @@ def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) ->
 
 
 def gpu_capacity(limit: int | None, device: torch.device, workspace: Workspace) -> int:
-    """Return the bytes of a GPU that stay beside computing: of the limit and of what is free, there less a margin."""
+    """Return the bytes of a GPU for weights and caches: the limit, else what is free less a margin.
+
+    What computing needs is taken off.
+    """
     free, total = torch.cuda.mem_get_info(device)
     _warn_beyond("gpu", limit, free)
     room = workspace.room_beside(free if limit is None else min(limit, free))

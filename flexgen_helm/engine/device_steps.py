@@ -17,7 +17,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.engine import Engine
 from flexgen_helm.engine.opening import OpenedModel
-from flexgen_helm.engine.proof import difference, reference, requests, scratch
+from flexgen_helm.engine.proof import largest_difference, random_reference, trial_folder, trial_requests
 from flexgen_helm.hardware.process_state import (
     ATTENTION,
     COPIES,
@@ -59,8 +59,8 @@ class _Steps:
             num_key_value_heads=2, max_position_embeddings=256,
         )  # fmt: skip
         self.device, self._folder = device, folder
-        self._model = reference(LlamaForCausalLM, config, 0, folder)
-        self._asked = requests(0)[:6]
+        self._model = random_reference(LlamaForCausalLM, config, 0, folder)
+        self._asked = trial_requests(0)[:6]
         self._random = torch.Generator().manual_seed(0)
         torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device)).cpu()  # loads libraries
 
@@ -161,7 +161,7 @@ class _Steps:
         options = EngineConfig(policy=policy, device=str(self.device), offload_dir=self._folder / "offload")
         checkpoint, link = open_checkpoint(str(self._folder)), CudaCopyEngine(self.device)
         opened = OpenedModel("", options, checkpoint, None, None, link.device, link)
-        found = difference(self._model, opened, self._asked, Engine)
+        found = largest_difference(self._model, opened, self._asked, Engine)
         if not found < bound:
             raise _DifferenceError(f"differs from transformers on the host by {found:.2g} nats")
 
@@ -195,7 +195,7 @@ def _main(name: str, names: Sequence[str], off: Sequence[str]) -> None:
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else prints
     switched_off.update(dict.fromkeys((*names, *off), "not tried"))
-    with scratch() as folder, exact_products():
+    with trial_folder() as folder, exact_products():
         steps = _Steps(torch.device(name), Path(folder))
         for path in names:
             switched_off.pop(path)

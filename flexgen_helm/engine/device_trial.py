@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.paths import read_state, update_state
-from flexgen_helm.engine.proof import alone, own_digest
+from flexgen_helm.engine.proof import one_process_at_a_time, own_digest
 from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.hardware.process_state import FAST_PATHS, PLAIN, switch_off
 from flexgen_helm.progress import ProgressPhase, report
@@ -44,7 +44,7 @@ def require_trial(device: torch.device, unverified: bool) -> bool:
         return True
     failed = known_failures(device)
     if failed is None and not unverified:
-        with alone():
+        with one_process_at_a_time():
             failed = known_failures(device)
             if failed is None:  # nor by another process meanwhile
                 report(ProgressPhase("try", torch.cuda.get_device_name(device)))

@@ -19,7 +19,6 @@ from flexgen_helm.engine.attention_metadata import (
     AttentionMetadata,
     LayerAttention,
     build_attention_metadata,
-    host_and_device,
 )
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.logits_processors import LogitsProcessors
@@ -35,6 +34,7 @@ from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, st
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
+from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
@@ -81,12 +81,14 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class ScoredPosition:
-    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there.
+class Prediction:
+    """One prediction to make at a position of the batch: the log-probability of a target, or a token to draw.
 
-    needs_argmax: the token that is filled in is the most probable one, also beside a target.
+    output: where it is filled in.
+    target, sampling: one of the two is None.
+    needs_argmax: whether the target is the most probable token is filled in, too.
     num_top: the most probable tokens that are filled in.
-    sequence, index: of the target: the sequence that scores it, and its index in the prompt.
+    sequence, index: for `OnLogits`: the sequence that has the target, and its index in the prompt.
     """
 
     output: SequenceOutput
@@ -100,7 +102,7 @@ class ScoredPosition:
 
     @property
     def prompt_token(self) -> PromptToken:
-        """What a target is to those who asked for it."""
+        """The target, as `OnLogits` is told."""
         assert self.sequence is not None
         return PromptToken(tuple(index for request in self.sequence.requests for index in request.indices), self.index)
 
@@ -127,11 +129,12 @@ class HeadOutput:
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
     values: for each token of the batch the first layer after which a value was not finite, or -1; then of each
-        prediction the token, its log-probability, `num_top` most probable tokens, and their log-probabilities.
+        prediction four things: the token that is drawn, or beside a target the most probable one where that is
+        wanted; the log-probability of the drawn token or the target; the `num_top` most probable tokens; theirs.
     """
 
     outputs: list[SequenceOutput]
-    predictions: list[ScoredPosition]
+    predictions: list[Prediction]
     values: list[float] = field(default_factory=list)
 
     @property
@@ -166,13 +169,13 @@ def predictions_of(batch: Batch) -> HeadOutput:
         sequence, last = item.sequence, first + item.count - 1
         next_index = sequence.start + sequence.num_computed + 1
         predictions += [
-            ScoredPosition(
+            Prediction(
                 output, first + i, target, None, sequence.needs_greedy, sequence.num_top, sequence, next_index + i
             )
             for i, target in enumerate(sequence.targets)
         ]
         predictions += [
-            ScoredPosition(output, last, None, params, num_top=sequence.num_top) for params in sequence.sampling()
+            Prediction(output, last, None, params, num_top=sequence.num_top) for params in sequence.sampling()
         ]
         first += item.count
     return HeadOutput(outputs, predictions)
@@ -194,14 +197,14 @@ class _BatchState:
     hidden: [T, H]; None while the activation store keeps it.
     rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many batches would be
         large.
-    num_layers: of the model, covered by `nonfinite_layer`.
+    layers_checked: layers of the whole model, from the first one on, that `nonfinite_layer` covers.
     sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, [T] each.
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
     metadata: AttentionMetadata
-    num_layers: int
+    layers_checked: int
     hidden: Tensor | None = None
     rotary: Any = None
     sums: list[Tensor] = field(default_factory=list)
@@ -213,10 +216,10 @@ class _BatchState:
         """Take the sums into `nonfinite_layer`, and return that."""
         if self.sums:
             bad = ~torch.isfinite(torch.stack(self.sums))
-            first = torch.where(bad.any(0), bad.byte().argmax(0) + self.num_layers, -1)
+            first = torch.where(bad.any(0), bad.byte().argmax(0) + self.layers_checked, -1)
             before = self.nonfinite_layer
             self.nonfinite_layer = first if before is None else torch.where(before < 0, first, before)
-            self.num_layers += len(bad)
+            self.layers_checked += len(bad)
             self.sums.clear()
         assert self.nonfinite_layer is not None
         return self.nonfinite_layer
@@ -298,8 +301,8 @@ class Executor:
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
         """
-        is_head = [self._stages[item.stage] == HEAD for item in items]
-        uses = [self._num_head_uses(batches[item.batch]) if head else 1 for item, head in zip(items, is_head)]
+        # The weights of a stage are loaded for each visit: items in a row that use them, the head several times.
+        uses = [self._num_head_uses(batches[item.batch]) if self._stages[item.stage] == HEAD else 1 for item in items]
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
         states: dict[int, _BatchState] = {}
         charged_until = time.perf_counter()
@@ -459,7 +462,7 @@ class Executor:
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
         results = [state.check_finite().double()]
-        # As many uses of the head as were announced, which a sequence without predictions must not change.
+        # As many uses of the head as the prefetcher was told of, which counted positions, not predictions.
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
                 part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
@@ -472,15 +475,13 @@ class Executor:
         positions = sum(item.sequence.num_draws + len(item.sequence.targets) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(
-        self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition], num_top: int
-    ) -> Tensor:
+    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction], num_top: int) -> Tensor:
         """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has them all."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
         drawn = {i: p.sampling for i, p in enumerate(predictions) if p.sampling is not None}
-        _, (where, tokens, rows) = host_and_device(self._device, (positions, targets, [*drawn]))
-        logits = self._decoder.head(weights, hidden.index_select(0, where))
+        prediction_rows, tokens, drawn_rows = upload(self._device, (positions, targets, [*drawn]))
+        logits = self._decoder.head(weights, hidden.index_select(0, prediction_rows))
         self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
         if self._on_logits is not None and len(drawn) < len(predictions):
             scored = [i for i in range(len(predictions)) if i not in drawn]
@@ -488,7 +489,7 @@ class Executor:
         if len(drawn) == len(predictions):
             tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
-            tokens[rows] = self._draw(logits.index_select(0, rows), [*drawn.values()])
+            tokens[drawn_rows] = self._draw(logits.index_select(0, drawn_rows), [*drawn.values()])
         normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
         columns = [logits.gather(1, tokens[:, None]) - normalizers]
         if num_top:
@@ -496,7 +497,7 @@ class Executor:
             columns += [ids, most - normalizers]
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
-            tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
+            tokens = greedy if not drawn else greedy.index_copy(0, drawn_rows, tokens.index_select(0, drawn_rows))
         return torch.cat([tokens[:, None].double(), *columns], 1).flatten()  # all become float64
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:

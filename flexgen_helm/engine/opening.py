@@ -13,7 +13,7 @@ from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.device import compute_device, open_device, prefer_float16
+from flexgen_helm.engine.device import compute_device, open_device, read_as_float16_if_faster
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
@@ -85,7 +85,7 @@ def open_model(
         raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
     chat = None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
-    why_not_float16 = prefer_float16(device, checkpoint)
+    why_not_float16 = read_as_float16_if_faster(device, checkpoint)
     return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16, generation)
 
 

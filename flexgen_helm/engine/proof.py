@@ -3,7 +3,7 @@
     key            what decides: kind of configuration, class, files of transformers, our models/, torch
     proved         by CI (`proved.json`), or here before (`proofs.json` in the home folder): nothing is computed
     else           a small model runs, whole by `transformers` in float32, and by the engine
-    equal          remembered; else, with two of three seeds: refused by name
+    equal          with the first seed: remembered; else two more are tried, and if two of three differ: refused by name
 
 The small model goes through the ways that an evaluation takes: prompts of mixed lengths, longer than its windows, of
 which some share a beginning; more than one block; several steps (docs/explanation/exactness.md).
@@ -116,7 +116,7 @@ def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unver
         return True
     if unverified:
         return False
-    with alone():
+    with one_process_at_a_time():
         if not is_proved(key):  # by another process meanwhile
             report(ProgressPhase("prove", name))
             _prove(key, content, checkpoint.config, name, engine)
@@ -124,7 +124,7 @@ def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unver
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def one_process_at_a_time() -> Iterator[None]:
     """Let other processes with the same home wait; in a home that cannot be written, each proves for itself."""
     with state_lock(f"{_PROOFS}.running"):
         for left in state_dir().glob(f"{_SCRATCH}*"):  # by a process that was killed
@@ -146,7 +146,7 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
         except Exception as error:  # whatever building or running a model raises
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
-        if not seed and differences[0] < TOLERANCE:
+        if differences[0] < TOLERANCE:  # of the first seed
             break
     wrong = [found for found in differences if not found < TOLERANCE]
     if len(wrong) > 1:
@@ -180,23 +180,25 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
             with torch.device("meta"):
                 model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
             if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
-                with torch.random.fork_rng(devices=[]), scratch() as folder:
-                    model = reference(cls, small, seed, Path(folder))
+                with torch.random.fork_rng(devices=[]), trial_folder() as folder:
+                    model = random_reference(cls, small, seed, Path(folder))
                     checkpoint = open_as(type(config), Path(folder))
                     options = EngineConfig(policy=_BLOCK, device="cpu")
-                    opened = OpenedModel("", options, checkpoint, None, None, torch.device("cpu"), None)
-                    return difference(model, opened, requests(seed), engine)
+                    opened = OpenedModel(
+                        "", options, checkpoint, tokenizer=None, chat=None, device=torch.device("cpu"), link=None
+                    )
+                    return largest_difference(model, opened, trial_requests(seed), engine)
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
 
 
-def scratch() -> tempfile.TemporaryDirectory[str]:
+def trial_folder() -> tempfile.TemporaryDirectory[str]:
     """Make a folder for the small model, in the home; where that cannot be written, in the system's."""
     home = state_dir()
     is_writable = home.is_dir() and os.access(home, os.W_OK)
     return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=home if is_writable else None)
 
 
-def reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
+def random_reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
     """Save a random model in 16 bits; return it in float32, with the same values."""
     torch.manual_seed(seed)
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -213,7 +215,7 @@ def reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
     return model
 
 
-def requests(seed: int) -> list[GenerationRequest]:
+def trial_requests(seed: int) -> list[GenerationRequest]:
     """Prompts of mixed lengths around a window, some with a common beginning; more than a block has."""
     draw = random.Random(seed)
 
@@ -231,7 +233,9 @@ def requests(seed: int) -> list[GenerationRequest]:
     ]
 
 
-def difference(model: Any, opened: OpenedModel, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:
+def largest_difference(
+    model: Any, opened: OpenedModel, asked: Sequence[GenerationRequest], engine: type[Engine]
+) -> float:
     """Return the largest difference of a log-probability between a model of transformers, and the same one opened."""
     token = _is_proving.set(True)
     try:
@@ -252,9 +256,10 @@ def difference(model: Any, opened: OpenedModel, asked: Sequence[GenerationReques
         tokens = torch.tensor([*prompt[1:], *answer.token_ids])
         expected = logprobs[:-1].gather(1, tokens[:, None]).squeeze(1)
         steps = logprobs[len(prompt) - 1 : -1]
-        greedy = steps.amax(1) - steps.gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
+        # By how much a chosen token is less probable than the most probable one.
+        shortfall = steps.amax(1) - steps.gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
         found = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
-        largest = max(largest, *map(_largest, (found - expected, greedy)))
+        largest = max(largest, *map(_largest, (found - expected, shortfall)))
     return largest
 
 

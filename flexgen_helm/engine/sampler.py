@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.attention_metadata import host_and_device
+from flexgen_helm.offload.uploads import upload
 from flexgen_helm.planner.placement import SAMPLED_ELEMENTS, Tier
 from flexgen_helm.scheduling.sequence import SamplingParams
 
@@ -53,7 +53,7 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     plain = [row for row in drawn if sampling[row].top_p == 1.0]
     nucleus = [row for row in drawn if sampling[row].top_p < 1.0]
     params = [sampling[row] for row in (*plain, *nucleus)]
-    _, (forced_tokens, *rows, keys, temperatures, top_ps) = host_and_device(
+    forced_tokens, *rows, keys, temperatures, top_ps = upload(
         logits.device,
         (forced, plain, nucleus, [p.key for p in params]),
         ([p.temperature for p in params], [p.top_p for p in params]),

@@ -1,6 +1,9 @@
-"""What a process has one of: PyTorch's settings, the rank, the fast paths that it leaves, and whether CUDA is there.
+"""What a process has one of, in four sections.
 
-PyTorch's settings that change products are fixed while an engine opens or runs.
+PyTorch's settings: those that change products are fixed while an engine opens or runs.
+Rank: which process of a pipeline this is; read from the environment.
+Fast paths: those of the GPU that failed their trial here, and are left out from then on.
+CUDA: whether this machine can have a device, told without importing torch.
 """
 
 from __future__ import annotations

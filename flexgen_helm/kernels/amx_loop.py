@@ -28,8 +28,8 @@ from flexgen_helm.kernels.emit import (
     Loop,
     call_llvm,
     done,
-    emitted,
     integers,
+    ir_statement,
     load,
     njit,
     operands,
@@ -68,7 +68,7 @@ def _load_tile(builder: Any, tile: int, address: Any, row_bytes: Any) -> None:
     _call(builder, "tileloadd64", _BYTE(tile), builder.inttoptr(address, _POINTER), row_bytes)
 
 
-@emitted((1, 2), (BFLOAT16, FLOAT16, FLOAT32))
+@ir_statement((1, 2), (BFLOAT16, FLOAT16, FLOAT32))
 def _multiply_panel(builder: Any, row_tiles: int, kind: int, *operands: Any) -> None:
     """The product of a panel of weights with one or two tiles of rows, over all steps of a block of columns.
 
@@ -129,18 +129,18 @@ def _step_bytes(kind: int) -> int:
     return 2 * len(WEIGHT_PARTS[kind]) * TILE_BYTES + ROW_BYTES
 
 
-@emitted()
+@ir_statement()
 def _configure(builder: Any, address: Any) -> None:
     """Give all tile registers of this thread the shape that 64 bytes at an address say."""
     _call(builder, "ldtilecfg", builder.inttoptr(address, _POINTER))
 
 
-@emitted()
+@ir_statement()
 def _release(builder: Any) -> None:
     _call(builder, "tilerelease")
 
 
-@emitted()
+@ir_statement()
 def _store_sums(builder: Any, tile: Any, y: Any, y_row: Any, count: Any) -> None:
     """Store the first `count` columns of a tile [16 outputs, 16 rows] as rows of y."""
     outputs = [load(builder, builder.add(tile, INT64(ROW_BYTES * row)), VECTOR, 4) for row in range(SIDE)]
@@ -172,7 +172,7 @@ def _parts_of(builder: Any, halves: list[Any], count: int, in_order: int = 0) ->
     return parts
 
 
-@emitted((0, 1))
+@ir_statement((0, 1))
 def _divide_tile(builder: Any, in_order: int, x: Any, x_row: Any, last: Any, to: Any) -> None:
     """Write a tile of each part of x [16 rows, 32 columns]; rows behind the last one repeat it."""
     pairs: list[list[Any]] = [[] for _ in range(PARTS)]
@@ -187,7 +187,7 @@ def _divide_tile(builder: Any, in_order: int, x: Any, x_row: Any, last: Any, to:
             store(builder, vector, builder.add(to, INT64(TILE_BYTES * part + ROW_BYTES * row)), 4)
 
 
-@emitted((FLOAT16, FLOAT32))
+@ir_statement((FLOAT16, FLOAT32))
 def _divide_panel(builder: Any, kind: int, *panel: Any) -> None:
     """Divide a panel at once, where none is multiplied meanwhile."""
     _take_lines(builder, kind, INT64(0), builder.mul(panel[2], INT64(PANEL)), panel)

@@ -25,16 +25,16 @@ from flexgen_helm.kernels.emit import (
     Loop,
     call_llvm,
     done,
-    emitted,
     floats,
     integers,
+    ir_expression,
+    ir_statement,
     load,
     multiply_add,
     njit,
     operands,
     part_of_thread,
     pointer,
-    reading,
     spread,
     store,
     transposed,
@@ -58,7 +58,7 @@ def scratch_floats(head_dim: int) -> int:
     return TILE_QUERIES * (_QUERIES + 2 * head_dim) + BLOCK_KEYS * head_dim
 
 
-@emitted((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
+@ir_statement((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
 def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
     """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles."""
     a, a_row, a_column, b, count, c, adds = operands
@@ -151,7 +151,7 @@ def _constant(value: float) -> Any:
     return ir.Constant(VECTOR, [value] * LANES)
 
 
-@emitted()
+@ir_statement()
 def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any, *outputs: Any) -> None:
     """Turn the scores of a block [count, queries] into weights, and scale what was summed before to the new maximum.
 
@@ -195,7 +195,7 @@ def _rows(builder: Any, first: Any, count: Any) -> Iterator[tuple[Any, Any]]:
         yield builder.add(first, builder.mul(row.index, INT64(_ROW_BYTES))), row.index
 
 
-@emitted()
+@ir_statement()
 def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any) -> None:
     """Load a vector at `offset` of the rows at the addresses; store the elements, times a factor, as rows of a tile."""
     scale = spread(builder, load(builder, factor, FLOAT, 4))
@@ -205,7 +205,7 @@ def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any
         store(builder, builder.fmul(column, scale), builder.add(target, INT64(_ROW_BYTES * i)), 4)
 
 
-@emitted()
+@ir_statement()
 def _turn_out(builder: Any, source: Any, factors: Any, addresses: Any, offset: Any) -> None:
     """Store rows of a tile, times a factor for each column, at `offset` of the rows at the addresses."""
     factor = load(builder, factors, VECTOR, 4)
@@ -216,7 +216,7 @@ def _turn_out(builder: Any, source: Any, factors: Any, addresses: Any, offset: A
         store(builder, column, builder.add(row, offset), 4)
 
 
-_half = reading(
+_half = ir_expression(
     lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT), types.float32(types.uint16)
 )
 

@@ -1,4 +1,8 @@
-"""What compiled loops are made of: their entry, views of memory, and code in LLVM's language that Python cannot say.
+"""Building blocks of the compiled loops, with code in LLVM's language (IR) for what Python cannot say.
+
+`Loop` compiles one, which begins with `part_of_thread` and `operands`, and ends with `done`. `floats` and `integers`
+view memory. `ir_statement` and `ir_expression` make functions that loops call, of functions that write IR. The others
+write such IR.
 
 numba compiles them for the processor at hand, or for the one that NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name.
 Addresses and distances between rows are in bytes.
@@ -58,7 +62,8 @@ class Loop:
     @cached_property
     def address(self) -> int:
         """Compile it for this processor, or take what an earlier process compiled."""
-        # numba keeps what it compiled by name, until the function's own file changes. It calls some of other files.
+        # numba keeps what it compiled by name, until the function's file changes. It calls some of other files: with
+        # the digest of all sources in its name, a change anywhere compiles it again.
         self._function.__qualname__ = f"{self._function.__name__}_{_digest()}"
         try:
             return self._compile(cache=True)
@@ -80,15 +85,19 @@ class Loop:
 
 @cache
 def _digest() -> str:
-    """Return what names the sources of all loops."""
+    """Return the digest of the sources of all loops."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-def emitted(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
-    """Let loops call a function that emits code; they pass a tuple of integers.
+def ir_statement(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
+    """Let loops call a function that writes IR; they pass a tuple of integers.
 
-    choices: what the first integers may be. There is code for each combination, and the function gets Python's numbers.
+        @ir_statement((1, 2))
+        def _add(builder, count, target): …         a loop calls _add((count, target)); count is 1 or 2
+
+    choices: what the first integers may be. There is code for each combination, for which the function gets Python's
+        numbers; of the integers behind them it gets values of the IR.
     """
 
     def decorate(emit: Callable[..., None]) -> Any:
@@ -110,8 +119,8 @@ def emitted(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
     return decorate
 
 
-def reading(function: Callable[..., Any], signature: Any) -> Any:
-    """Let loops call function(builder, argument), which emits code for a value."""
+def ir_expression(function: Callable[..., Any], signature: Any) -> Any:
+    """Let loops call function(builder, argument), which writes IR for a value."""
 
     def call(typing: Any, argument: Any) -> Any:
         return signature, lambda context, builder, _, arguments: function(builder, *arguments)
@@ -119,9 +128,11 @@ def reading(function: Callable[..., Any], signature: Any) -> Any:
     return intrinsic(call)
 
 
-pointer = reading(lambda builder, address: builder.inttoptr(address, ir.IntType(8).as_pointer()), types.voidptr(int64))
+pointer = ir_expression(
+    lambda builder, address: builder.inttoptr(address, ir.IntType(8).as_pointer()), types.voidptr(int64)
+)
 # Call the function without arguments at an address; it returns 32 bits.
-_call = reading(
+_call = ir_expression(
     lambda builder, address: builder.call(builder.inttoptr(address, ir.FunctionType(INT32, []).as_pointer()), []),
     types.int32(int64),
 )
@@ -139,12 +150,15 @@ def integers(address: Any, count: Any) -> Any:
     return numba.carray(pointer(address), count, np.int64)
 
 
+_HEADER_BYTES = 16  # of two numbers (`team.run_on_threads`)
+
+
 def _operands(typing: Any, address: Any, count: Any) -> Any:
     """Return the arguments of a loop, behind its header, as a tuple of so many integers."""
     result = types.UniTuple(int64, count.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        addresses = [builder.add(arguments[0], INT64(16 + 8 * number)) for number in range(len(result))]
+        addresses = [builder.add(arguments[0], INT64(_HEADER_BYTES + 8 * number)) for number in range(len(result))]
         return context.make_tuple(builder, result, [load(builder, address, INT64, 8) for address in addresses])
 
     return result(int64, count), generate
@@ -154,20 +168,26 @@ operands: Any = intrinsic(prefer_literal=True)(_operands)
 
 
 @njit
+def _state(address: Any, part: Any) -> Any:
+    """View the word of a part, before the header."""
+    return integers(address - 8 - 8 * part, 1)
+
+
+@njit
 def part_of_thread(address: Any) -> tuple[Any, Any]:
     """Return this thread's part of the work, and how many parts there are; a loop calls it first."""
     header = integers(address, 2)
     part, parts = np.int64(0), np.int64(1)
     if header[0] != 0:
         part, parts = np.int64(_call(header[0])), np.int64(_call(header[1]))
-    integers(address - 8 - 8 * part, 1)[0] = BEGUN
+    _state(address, part)[0] = BEGUN
     return part, parts
 
 
 @njit
 def done(address: Any, part: Any) -> None:
     """Say that this thread's part is done; a loop calls it last, so one that raised is seen."""
-    integers(address - 8 - 8 * part, 1)[0] = DONE
+    _state(address, part)[0] = DONE
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -1,6 +1,10 @@
 """What a layer computes between its products, compiled: norms, rotations, gates, and the storing of new tokens.
 
 Each number is computed by the same operations wherever it is, so rows do not depend on their number.
+
+Each thread of a team calls a loop with the address of the call's 64-bit numbers: a header, and what `operands` returns
+in the order of "Arguments". Tensors are given by their addresses. `part_of_thread` says which share of the rows is this
+thread's, and `done` reports that it is computed (`kernels.emit`, `kernels.team`).
 """
 
 from __future__ import annotations
@@ -128,10 +132,10 @@ def bias_rows(address: Any) -> None:
 
 @Loop
 def put_rows(address: Any) -> None:
-    """Copy n rows of heads to where a unit of a slot is.
+    """Copy row i, of several heads in float32, to target[slots[i], units[i]].
 
-    Arguments: rows, bytes of one and of its heads, target, bytes of its slots, units and heads, slots and units (n
-    numbers of 64 bits), n, heads, elements of a head, which have 32 bits.
+    Arguments, strides in bytes: rows, stride of a row, of a head; target, stride of a slot, of a unit, of a head; slots
+    and units (64-bit numbers), how many rows, heads, elements of a head.
     """
     part, parts = part_of_thread(address)
     given = operands(address, 12)

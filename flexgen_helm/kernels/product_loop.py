@@ -17,7 +17,7 @@ from flexgen_helm.kernels.emit import (
     Loop,
     call_llvm,
     done,
-    emitted,
+    ir_statement,
     load,
     multiply_add,
     operands,
@@ -32,7 +32,9 @@ from flexgen_helm.kernels.team import BFLOAT16, FLOAT16
 TILE_ROWS, TILE_OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
 
 
-@emitted((BFLOAT16, FLOAT16) if CONVERTS_HALVES else (BFLOAT16,), tuple(range(1, TILE_ROWS + 1)), (1, TILE_OUTPUTS))
+@ir_statement(
+    (BFLOAT16, FLOAT16) if CONVERTS_HALVES else (BFLOAT16,), tuple(range(1, TILE_ROWS + 1)), (1, TILE_OUTPUTS)
+)
 def _product(builder: Any, kind: int, rows: int, outputs: int, *operands: Any) -> None:
     """The product of some rows of x with some rows of a 16-bit matrix: y[i, j] = x[i] · w[j]."""
     x, x_row, w, w_row, width, y, y_row = operands

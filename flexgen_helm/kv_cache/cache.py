@@ -201,16 +201,15 @@ class KVCache:
         writes = self._writes(layer)
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
-            assert new.units is not None
             cache.storage.prefetch(layer)
             put = cache.storage.append if writes else cache.storage.patch_prefetched
-            put(layer, new.units, self.codec.encode(k, v))
+            put(layer, new.target, self.codec.encode(k, v))
             return
         if not writes:
             return
-        cache.window.append(layer, new, k, v)
+        cache.window.append(layer, new.target, k, v)
         for group in new.groups:
-            keys, values = cache.window.group(layer, group.units.on_device[0], group.window_index)
+            keys, values = cache.window.group(layer, group.units.slots.on_device, group.window_index.on_device)
             cache.storage.append(layer, group.units, self.codec.encode(keys, values))
 
     # States of layers that keep them
@@ -255,6 +254,7 @@ class KVCache:
     def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
         """Return the values [B, Hk, k, D] of selected keys; no others are brought."""
         storage = self._blocks[block].storage
+        assert isinstance(self.codec, QuantizedCodec)
         return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.keys))
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:

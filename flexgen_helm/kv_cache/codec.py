@@ -6,13 +6,14 @@ keeps for each layer:
     plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
     quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of values
 
+The newest tokens of a quantized cache, whose group is not complete, lie in a `ResidualWindow`, beside its storage.
+
 Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a head.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.offload.uploads import Uploaded, Uploads
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.quant.packing import quantize
@@ -66,8 +68,8 @@ class Codec(ABC):
     num_fetched_planes: leading planes that every query reads; of the others it reads what it selects.
     window_tokens: newest tokens that a residual window keeps as they were computed; 0: queries read all tokens
         from the storage.
-    window_copies: versions of those tokens that the window keeps.
-    token_elements: of one token's keys.
+    window_copies: of each of those tokens: 1, as it was computed; 2, also as quantizing leaves it.
+    token_elements: elements of one token's keys in a layer.
     cache_format: how older tokens are quantized and selected; None where nothing is.
     """
 
@@ -103,14 +105,6 @@ class Codec(ABC):
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
         """Return what encoding leaves of tokens [n * cache_format.group_tokens, Hk, D]."""
         return k, v
-
-    def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
-        """Select, of the values' plane [B, units, bytes], single tokens [B, Hk, k] -> [B, Hk, k, bytes]."""
-        raise NotImplementedError("only formats of sparse attention select values")
-
-    def decode_selected(self, selected: Tensor) -> Tensor:
-        """Decode bytes [B, Hk, k, bytes] of selected values to [B, Hk, k, D]."""
-        raise NotImplementedError("only formats of sparse attention select values")
 
 
 class PlainCodec(Codec):
@@ -166,13 +160,17 @@ class QuantizedCodec(Codec):
         return flat.view(slots, tokens, self.heads, self.dim).transpose(1, 2)
 
     def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
-        # Such formats quantize the values of every token and head by themselves.
+        """Select, of the values' plane [B, units, bytes], single tokens [B, Hk, k] -> [B, Hk, k, bytes].
+
+        Formats of sparse attention quantize the values of every token and head by themselves.
+        """
         slots, by_token = data.shape[0], data.unflatten(-1, (self.group_tokens, self.heads, -1))
         slot = torch.arange(slots, device=data.device)[:, None, None]
         head = torch.arange(self.heads, device=data.device)[None, :, None]
         return by_token[slot, tokens // self.group_tokens, tokens % self.group_tokens, head]
 
     def decode_selected(self, selected: Tensor) -> Tensor:
+        """Decode bytes [B, Hk, k, bytes] of selected values to [B, Hk, k, D]."""
         count = selected.shape[:-1].numel()
         flat = self._dequantize(selected, self._formats[1], count, self.dim)
         return flat.view(*selected.shape[:-1], self.dim)
@@ -230,22 +228,15 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
-# Where the new tokens of a decode step go in a cache block, known on the host and on the compute device.
+# Where the new tokens of a decode step go in a cache block. Their tensors exist once the batch's `Uploads` are copied.
 
 
 @dataclass(frozen=True, eq=False)
-class UnitIndex:
-    """One unit in each of some slots.
+class SlotIndex:
+    """One index in each of some slots, [n] both: of a unit in the storage, or of a token in the residual window."""
 
-    on_host, on_device: slots [n] and the number of the unit in each [n].
-    """
-
-    on_host: tuple[Tensor, Tensor]
-    on_device: tuple[Tensor, Tensor]
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return slots and units as tensors of this device."""
-        return self.on_host if device.type == "cpu" else self.on_device
+    slots: Uploaded
+    index: Uploaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,57 +247,38 @@ class CompleteGroup:
     window_index: [G], where its tokens are in the residual window.
     """
 
-    units: UnitIndex
-    window_index: Tensor
+    units: SlotIndex
+    window_index: Uploaded
 
 
 @dataclass(frozen=True, eq=False)
 class NewTokens:
     """One new token of each sequence of a block.
 
-    units: of the storage, where a unit is a token; None where groups are stored.
-    window_slots, window_index: where they go in the residual window, [B], if there is one.
-    groups: that the tokens complete.
+    target: where they go: to the residual window, or to the storage if there is none; a unit is a token then.
+    groups: that the tokens complete in the window.
     """
 
-    units: UnitIndex | None
-    window_slots: Tensor
-    window_index: Tensor
-    groups: tuple[CompleteGroup, ...] = ()
+    target: SlotIndex
+    groups: SequenceOf[CompleteGroup] = ()
 
 
-def new_token_lists(block: CacheBlock, codec: Codec) -> list[list[int]]:
-    """Return the numbers that `new_tokens` needs on both sides of the link: slots and units in turn."""
+def place_new_tokens(block: CacheBlock, codec: Codec, uploads: Uploads) -> NewTokens:
+    """Place the next tokens of a block's sequences."""
     counts = [sequence.num_computed for sequence in block.sequences]
-    lists = [[*range(len(counts))], counts]
-    for last, slots in _complete_groups(counts, codec):
-        lists += [slots, [last // codec.group_tokens] * len(slots)]
-    return lists
-
-
-def new_tokens(
-    block: CacheBlock, codec: Codec, on_host: SequenceOf[Tensor], on_device: SequenceOf[Tensor]
-) -> NewTokens:
-    """Place the next tokens of a block's sequences; on_host, on_device: the lists of `new_token_lists` as tensors."""
-    slots, positions = on_device[:2]
+    slots = uploads.add(range(len(counts)))
     if not codec.window_tokens:
-        return NewTokens(UnitIndex((on_host[0], on_host[1]), (slots, positions)), slots, positions)
-    counts, groups = [sequence.num_computed for sequence in block.sequences], []
-    for number, (last, _) in enumerate(_complete_groups(counts, codec), 1):
-        host_slots, host_units = on_host[2 * number : 2 * number + 2]
-        device_slots, device_units = on_device[2 * number : 2 * number + 2]
-        tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=positions.device) % codec.window_tokens
-        groups.append(CompleteGroup(UnitIndex((host_slots, host_units), (device_slots, device_units)), tokens))
-    return NewTokens(None, slots, positions % codec.window_tokens, tuple(groups))
-
-
-def _complete_groups(counts: SequenceOf[int], codec: Codec) -> Iterator[tuple[int, list[int]]]:
-    """Yield the last token of each group that the next tokens complete, and its slots: those that began together."""
-    slots: dict[int, list[int]] = {}
+        return NewTokens(SlotIndex(slots, uploads.add(counts)))
+    complete: dict[int, list[int]] = {}  # the last token of a group -> its slots
     for slot, count in enumerate(counts):
-        if codec.window_tokens and (count + 1) % codec.group_tokens == 0:
-            slots.setdefault(count, []).append(slot)
-    yield from slots.items()
+        if (count + 1) % codec.group_tokens == 0:
+            complete.setdefault(count, []).append(slot)
+    groups = []
+    for last, ending in complete.items():
+        units = SlotIndex(uploads.add(ending), uploads.add([last // codec.group_tokens] * len(ending)))
+        tokens = range(last - codec.group_tokens + 1, last + 1)
+        groups.append(CompleteGroup(units, uploads.add([token % codec.window_tokens for token in tokens])))
+    return NewTokens(SlotIndex(slots, uploads.add([count % codec.window_tokens for count in counts])), groups)
 
 
 class ResidualWindow:
@@ -338,9 +310,9 @@ class ResidualWindow:
             for half, new in enumerate(codec.round_trip(k[first:], v[first:])):
                 self._quantized[layer][half, slot, index] = new
 
-    def append(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+    def append(self, layer: int, target: SlotIndex, k: Tensor, v: Tensor) -> None:
         """Keep one token [B, Hk, D] of each sequence."""
-        newest, slots, index = self._plain[layer], new.window_slots, new.window_index
+        newest, slots, index = self._plain[layer], target.slots.on_device, target.index.on_device
         newest[0, slots, index], newest[1, slots, index] = k, v
         if self._quantized:
             seen = self._quantized[layer]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kernels.layer_rows import put_rows
-from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, UnitIndex, total_bytes, zeros
+from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, QuantizedCodec, SlotIndex, total_bytes, zeros
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
@@ -44,10 +44,10 @@ class Storage(ABC):
         """Store the first units [n, *shape] of a slot: those of its prompt."""
 
     @abstractmethod
-    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+    def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         """Store one unit in each of n slots, planes [n, *shape]."""
 
-    def patch_prefetched(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+    def patch_prefetched(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         """Put units into a prefetched layer alone: what is read next needs them."""
         return None
 
@@ -135,13 +135,14 @@ class MemoryStorage(Storage):
         for target, new in zip(self.first_units(layer, slot, len(planes[0])), planes):
             target.copy_(new)
 
-    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
-        _put_units(self._codec.planes, self._layers[layer], index, planes)
+    def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
+        _put_units(self._codec.planes, self._layers[layer], target, planes)
 
     def read(self, layer: int) -> Planes:
         return self._layers[layer]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        assert isinstance(self._codec, QuantizedCodec)
         return self._codec.select_values(self._layers[layer][1][slots], tokens)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
@@ -160,9 +161,10 @@ class MemoryStorage(Storage):
         self._layers.clear()
 
 
-def _put_units(specs: SequenceOf[Plane], stored: Planes, index: UnitIndex, planes: Planes) -> None:
+def _put_units(specs: SequenceOf[Plane], stored: Planes, target: SlotIndex, planes: Planes) -> None:
     """Put one unit into each of n slots; planes: the new units [n, *shape]."""
-    slots, units = index.on(stored[0].device)
+    device = stored[0].device
+    slots, units = target.slots.on(device), target.index.on(device)
     for plane, data, new in zip(specs, stored, planes):
         put_rows(plane.by_unit(data), slots, units, new)
 
@@ -219,11 +221,12 @@ class FetchedStorage(Storage):
         self.prefetch(layer)
         return self._fetched(layer)[0]
 
-    def patch_prefetched(self, layer: int, index: UnitIndex, planes: Planes) -> None:
+    def patch_prefetched(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         if layer in self._fetches and not self._codec.window_tokens:
-            _put_units(self._codec.planes, self._fetched(layer)[0], index, planes)
+            _put_units(self._codec.planes, self._fetched(layer)[0], target, planes)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        assert isinstance(self._codec, QuantizedCodec)
         on_host = self._tiers.to_host(tokens, "cache")
         selected = self._codec.select_values(self._values(layer)[slots], on_host)
         return self._tiers.to_device(selected, "cache")
@@ -310,9 +313,9 @@ class HostStorage(FetchedStorage):
 
         self._store(layer, planes, store)
 
-    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
-        self.patch_prefetched(layer, index, planes)
-        self._store(layer, planes, lambda after: self._memory.append(layer, index, self._to_host(planes, after)))
+    def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
+        self.patch_prefetched(layer, target, planes)
+        self._store(layer, planes, lambda after: self._memory.append(layer, target, self._to_host(planes, after)))
 
     def _values(self, layer: int) -> Tensor:
         self.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
@@ -373,10 +376,9 @@ class DiskStorage(FetchedStorage):
         file_slot = self._slots[slot]
         self._store_in(layer, planes, lambda on_host: self._layout.write(self._file, layer, file_slot, on_host))
 
-    def append(self, layer: int, index: UnitIndex, planes: Planes) -> None:
-        self.patch_prefetched(layer, index, planes)
-        slots, units = (numbers.tolist() for numbers in index.on_host)
-        of_file = [(self._slots[slot], unit) for slot, unit in zip(slots, units)]
+    def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
+        self.patch_prefetched(layer, target, planes)
+        of_file = [(self._slots[slot], unit) for slot, unit in zip(target.slots.numbers, target.index.numbers)]
         self._store_in(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, on_host))
 
     def _store_in(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:

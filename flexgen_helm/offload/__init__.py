@@ -1,1 +1,1 @@
-"""Tensors at rest: tiers with byte limits, weights and KV cache."""
+"""Three tiers of memory: byte ledgers, copies between them, and the weights and activations that they hold."""

@@ -32,7 +32,7 @@ from flexgen_helm.config import WeightSource
 from flexgen_helm.files import existing_folder
 from flexgen_helm.models.config import expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
-from flexgen_helm.offload.prefetcher import staged_bytes
+from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS, StorageSizes
@@ -166,7 +166,7 @@ class DiskMatrix(OffloadedMatrix):
             fetched, step = staging[: count * row_bytes], buffered_rows(row_bytes)
             for done in range(0, count, step):
                 rows = min(step, count - done)
-                on_host = self._read(first + done, rows, copy_engine.thread_buffer(staged_bytes(rows, row_bytes)))
+                on_host = self._read(first + done, rows, copy_engine.thread_buffer(ring_bytes(rows, row_bytes)))
                 self._tiers.to_device(on_host, "weights", fetched[done * row_bytes :])
         return fetched.view(self.dtype).view(count, -1)
 
@@ -175,14 +175,14 @@ class DiskMatrix(OffloadedMatrix):
         gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self.dtype)
 
         def read_row(index: int, row: int) -> None:
-            gathered[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
+            gathered[index] = self._read(row, 1, pages(ring_bytes(1, self.row_bytes))).view(self.dtype)
 
         with ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows") as threads:
             list(threads.map(read_row, range(len(gathered)), unique_rows.tolist()))
         return self._tiers.rows_to_device(gathered, inverse, "weights")
 
     def buffer_bytes(self, rows: int) -> int:
-        return staged_bytes(min(rows, buffered_rows(self.row_bytes)), self.row_bytes)
+        return ring_bytes(min(rows, buffered_rows(self.row_bytes)), self.row_bytes)
 
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
         """Read rows into staging memory; return their bytes.

@@ -30,8 +30,8 @@ from flexgen_helm.planner.placement import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]
-# One use of a stage: name of a matrix -> (first row, rows [count, in]) of all its units, in order.
-StageRows = Callable[[str], Iterator[tuple[int, Tensor]]]
+# The rows for one use of a stage: name of a matrix -> (first row, rows [count, in]) of all its units, in order.
+StreamedRows = Callable[[str], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(eq=False)
@@ -112,8 +112,8 @@ class StagingRing:
 
 
 @dataclass(frozen=True)
-class StagedMatrix:
-    """A matrix on another tier, and the units that it is staged in.
+class StreamedMatrix:
+    """A matrix on another tier, and the units that it is loaded in.
 
     rows, row_bytes: in its storage format.
     tile_rows: rows of one unit.
@@ -140,32 +140,32 @@ class StagedMatrix:
 class Unit:
     """Rows [first, first + count) of a matrix. slot, rows: once it is being loaded, until it is released."""
 
-    matrix: StagedMatrix
+    matrix: StreamedMatrix
     first: int
     count: int
     slot: RingSlot | None = None
     rows: Future[Tensor] | None = None
 
     @property
-    def staged_bytes(self) -> int:
-        return staged_bytes(self.count, self.matrix.row_bytes)
+    def ring_bytes(self) -> int:
+        return ring_bytes(self.count, self.matrix.row_bytes)
 
 
-def staged_bytes(rows: int, row_bytes: int) -> int:
-    """Return the staging memory of a tile: aligned reads may begin before it and end behind it."""
+def ring_bytes(rows: int, row_bytes: int) -> int:
+    """Return the memory that a tile is read into: aligned reads may begin before it and end behind it."""
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
-def fits(matrices: Sequence[StagedMatrix], capacity: int) -> bool:
+def fits(matrices: Sequence[StreamedMatrix], capacity: int) -> bool:
     """Return whether a ring holds all units at once, wherever in it the first one is."""
-    sizes = [unit.staged_bytes for matrix in matrices for unit in matrix.units()]
+    sizes = [unit.ring_bytes for matrix in matrices for unit in matrix.units()]
     # Slots may not fit round the ring's end exactly; one unit's size covers what that wastes.
     return sum(sizes) + max(sizes, default=0) <= capacity
 
 
 @dataclass(eq=False)
 class _Visit:
-    """uses_left: None while it is not known. keeps: the whole stage stays in the ring until its last use."""
+    """uses_left: None while the visit's pass has not begun. keeps: the stage stays in the ring until its last use."""
 
     stage: str
     uses_left: int | None
@@ -184,12 +184,12 @@ class WeightPrefetcher:
 
     @property
     def wants_more(self) -> bool:
-        """Whether announced units may be used up before the next item begins."""
-        return sum(unit.staged_bytes for unit in self._queue) < self._ring.capacity
+        """Whether the units that wait for room fill less than the ring, so one item may use up all announced ones."""
+        return sum(unit.ring_bytes for unit in self._queue) < self._ring.capacity
 
     @property
     def has_expected(self) -> bool:
-        """Whether visits are announced whose uses are not known yet."""
+        """Whether visits of a pass that had not begun are announced, whose uses are still to be said."""
         return any(visit.uses_left is None for visit in self._visits)
 
     @property
@@ -197,12 +197,14 @@ class WeightPrefetcher:
         """Whether no unit is on its way; any thread may ask."""
         return not self._loading
 
-    def start(self, stage: str, matrices: Sequence[StagedMatrix], uses: int | None) -> bool:
+    def start(self, stage: str, matrices: Sequence[StreamedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
 
+        A visit of the next pass, whose batches are not known yet, is announced with None; its uses are announced when
+        that pass begins. Where nothing can be loaded without them, as the stage does not fit into the ring, such a
+        visit is not announced, and False returned.
+
         matrices: what it needs, in the order of use.
-        uses: None where it is not known yet; a later call for the same stage says it. Returns False, and announces
-            nothing, for such a stage that does not fit into the ring.
         """
         expected = next((visit for visit in self._visits if visit.uses_left is None), None)
         if expected is not None and uses is not None:
@@ -221,7 +223,7 @@ class WeightPrefetcher:
         return True
 
     @contextmanager
-    def using(self, stage: str) -> Iterator[StageRows]:
+    def using(self, stage: str) -> Iterator[StreamedRows]:
         """Use the stage that is next in order, once; waits for each unit when it is asked for."""
         assert self._visits and self._visits[0].stage == stage, f"{stage} is not the next visit"
         visit = self._visits[0]
@@ -263,7 +265,7 @@ class WeightPrefetcher:
 
     def _load_ahead(self) -> None:
         """Begin to load what the ring has room for."""
-        while self._queue and (slot := self._ring.acquire(self._queue[0].staged_bytes)) is not None:
+        while self._queue and (slot := self._ring.acquire(self._queue[0].ring_bytes)) is not None:
             unit = self._queue.popleft()
             unit.slot = slot
             self._loading.add(unit)

@@ -1,14 +1,14 @@
-"""All weights of a model on their tiers, and the operators of a stage that the decoder gets.
+"""All weights of a model on their tiers, and the operators of a stage (embedding, layer, head) that the decoder gets.
 
 Vectors are resident in the compute dtype. A resident matrix has its storage format (`matrices`), or the compute dtype
 if there is room, which products need not convert. Of an offloaded table only the rows that a batch looks up are
 fetched. An offloaded matrix takes three steps:
 
     load      checkpoint -> disk -> matrices         once
-    stage     matrices -> prefetcher -> staging      in every pass, ahead of its use
-    compute   weights -> linear                      waits until its rows are staged
+    stream    matrices -> prefetcher -> staging      in every pass, ahead of its use
+    compute   weights -> linear                      waits until its rows are in the staging ring
 
-Offloaded experts are staged whole, after the router has chosen them (`offload.experts`).
+Offloaded experts are brought whole, after the router has chosen them (`offload.experts`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
-    StagedMatrix,
-    StageRows,
     StagingRing,
+    StreamedMatrix,
+    StreamedRows,
     WeightPrefetcher,
     fits,
-    staged_bytes,
+    ring_bytes,
 )
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
@@ -72,8 +72,8 @@ class Weight:
     fmt: how it is packed; None if it is not.
     resident: on the compute device; None if it is offloaded.
     offloaded: None if it is resident.
-    expert: that is offloaded, of which it is.
-    stored: in 16 bits on the host, beside a resident copy in the compute dtype; products of a few rows read it.
+    expert: the expert whose matrix it is, if that is offloaded.
+    stored: a 16-bit copy kept on the host for products of a few rows, beside `resident` in the compute dtype.
     """
 
     rows: int
@@ -123,51 +123,58 @@ class TieredWeights:
         self._prefetcher: WeightPrefetcher | None = None
         self.streamer: ExpertStreamer | None = None
         self._experts: dict[str, Expert] = {}  # the offloaded ones
-        self._likely: list[str] = []  # experts of the next stage that a batch will use, by what it used here
-        self._staged: dict[str, list[StagedMatrix]] = {}  # by stage
+        self._streamed: dict[str, list[StreamedMatrix]] = {}  # offloaded matrices besides experts, by stage
         loader = MatrixLoader(checkpoint, tiers, placement.model.precision)
         self._resources.callback(loader.close)
-        shapes = tensor_shapes(self._config)
-        # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
-        done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
         try:
-            for name, shape in shapes.items():
-                stop_point()
-                report(ProgressPhase(loader.phase, done=done, total=total))
-                done += 2 * prod(shape)
-                if threads is not None:
-                    threads.adapt()
-                tier = placement.weights.get(name, tiers.compute_tier)
-                if tier == tiers.compute_tier or len(shape) == 1:
-                    self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
-                else:
-                    self._claim(tier, "weights", loader.num_bytes(name))
-                    matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
-                    fmt, expert = loader.format_of(name), expert_of(name)
-                    self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
-            report(ProgressPhase("load", done=total, total=total))
-            if self._config.tied_head and self._config.has_head:
-                self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
-            of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
-            for name, weight in self.tensors.items():
-                if weight.offloaded is not None and weight.expert is not None:
-                    of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
-            self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
+            self._load(loader, placement, threads)
+            self._group_experts()
             if any(weight.offloaded is not None and weight.expert is None for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(placement.staging_bytes)
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
-            self._stages = stage_names(self._config)
-            self._stage_experts: dict[str, list[str]] = {}  # by number
-            for stage in self._stages:
-                experts = {expert for name, _ in self._config.stage_tensors(stage) if (expert := expert_of(name))}
-                self._stage_experts[stage] = sorted(experts, key=expert_number)
-            self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
+            self._streamed = {stage: self._streamed_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
         except BaseException:
             self.close()
             raise
+
+    def _load(self, loader: MatrixLoader, placement: Placement, threads: ThreadGovernor | None) -> None:
+        """Bring each tensor to its tier."""
+        shapes, tiers = tensor_shapes(self._config), self._tiers
+        # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
+        done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
+        for name, shape in shapes.items():
+            stop_point()
+            report(ProgressPhase(loader.phase, done=done, total=total))
+            done += 2 * prod(shape)
+            if threads is not None:
+                threads.adapt()
+            tier = placement.weights.get(name, tiers.compute_tier)
+            if tier == tiers.compute_tier or len(shape) == 1:
+                self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
+            else:
+                self._claim(tier, "weights", loader.num_bytes(name))
+                matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
+                fmt, expert = loader.format_of(name), expert_of(name)
+                self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
+        report(ProgressPhase("load", done=total, total=total))
+        if self._config.tied_head and self._config.has_head:
+            self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
+
+    def _group_experts(self) -> None:
+        """Group the offloaded matrices of experts by expert, and the names of all experts by stage."""
+        of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
+        for name, weight in self.tensors.items():
+            if weight.offloaded is not None and weight.expert is not None:
+                of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
+        self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
+        self._stages = stage_names(self._config)
+        self._stage_experts: dict[str, list[str]] = {}  # by number
+        for stage in self._stages:
+            experts = {expert for name, _ in self._config.stage_tensors(stage) if (expert := expert_of(name))}
+            self._stage_experts[stage] = sorted(experts, key=expert_number)
 
     @property
     def are_converted(self) -> bool:
@@ -182,16 +189,19 @@ class TieredWeights:
 
     @property
     def direct_rows(self) -> int:
-        """Most rows of x whose products in the layers convert no weight; 0 if weights are offloaded.
+        """Most rows of x whose products in the layers convert no weight; 0 if any weight of the model is offloaded.
 
         A kernel multiplies the codes of packed weights for so many rows.
         """
         rows = UNLIMITED
         for name, weight in self.tensors.items():
-            if name.startswith("layers.") and (matrix := weight.resident) is not None and weight.fmt is not None:
-                rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self.dtype))
-            elif weight.resident is None or (name.startswith("layers.") and weight.resident.dtype != self.dtype):
+            if (matrix := weight.resident) is None:
                 return 0
+            if name.startswith("layers."):
+                if weight.fmt is not None:
+                    rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self.dtype))
+                elif matrix.dtype != self.dtype:
+                    return 0
         return rows
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
@@ -205,11 +215,11 @@ class TieredWeights:
             if visit is None:
                 return
             stage = self._stages[visit.stage]
-            if not self._staged[stage]:
+            if not self._streamed[stage]:
                 continue
-            has_room = visit.uses is not None or prefetcher.wants_more
-            if not has_room or not prefetcher.start(stage, self._staged[stage], visit.uses):
-                visits.close()  # load no more of the next pass
+            may_wait = visit.uses is None and not prefetcher.wants_more
+            if may_wait or not prefetcher.start(stage, self._streamed[stage], visit.uses):
+                visits.close()  # with this visit: the next pass announces it again
                 return
 
     @contextmanager
@@ -219,14 +229,14 @@ class TieredWeights:
         num_tokens: of the batch.
         used_again: another batch uses the stage next.
         """
-        prefetcher = self._prefetcher if self._staged[name] else None
-        self._likely = []
-        with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
-            yield _StageView(self, name, staged_rows, num_tokens, used_again)
+        prefetcher = self._prefetcher if self._streamed[name] else None
+        with nullcontext() if prefetcher is None else prefetcher.using(name) as streamed_rows:
+            view = _StageView(self, name, streamed_rows, num_tokens, used_again)
+            yield view
         if self.streamer is not None:
             self.streamer.finish()
-            if self._likely:
-                self.streamer.guess(self._likely, torch.ones(len(self._likely)))
+            if view.likely_next:
+                self.streamer.guess(view.likely_next, torch.ones(len(view.likely_next)))
 
     def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
         """Load likely experts of a stage, the next one, while nothing else is loaded.
@@ -235,7 +245,7 @@ class TieredWeights:
             is called only if these are resident.
         """
         experts = self._stage_experts[name]
-        if self.streamer is not None and not self._staged[name] and not self._experts.keys().isdisjoint(experts):
+        if self.streamer is not None and not self._streamed[name] and not self._experts.keys().isdisjoint(experts):
             likely = scores(_StageView(self, name, None))
             if likely is not None:
                 self.streamer.guess(experts, likely)
@@ -247,8 +257,11 @@ class TieredWeights:
         if self.streamer is not None:
             self.streamer.cancel()
 
-    def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> None:
-        """Begin to load experts of a stage, by number, for a batch of `num_tokens` tokens; see `stage`."""
+    def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> list[str]:
+        """Begin to load experts of a stage, by number, for a batch of `num_tokens` tokens; see `stage`.
+
+        Return the experts of the next stage, if the batch uses so many here that it will use all of them there.
+        """
         names = [self._stage_experts[stage][number] for number in numbers]
         offloaded = [name for name in names if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
@@ -257,13 +270,14 @@ class TieredWeights:
             self.streamer.use(offloaded, stage, used_again)
         following = self._stages.index(stage) + 1
         if following < len(self._stages) and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
-            self._likely = self._stage_experts[self._stages[following]]
+            return self._stage_experts[self._stages[following]]
+        return []
 
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
         self.tensors.clear()
         self._experts.clear()
-        self._staged.clear()
+        self._streamed.clear()
         self._prefetcher = self.streamer = None
         self._resources.close()
 
@@ -303,8 +317,8 @@ class TieredWeights:
         self._resources.callback(streamer.cancel)
         return streamer
 
-    def _start_prefetcher(self, staging_bytes: int) -> WeightPrefetcher:
-        ring = StagingRing(staging_bytes, self._staging_memory(aligned(staging_bytes)))
+    def _start_prefetcher(self, capacity: int) -> WeightPrefetcher:
+        ring = StagingRing(capacity, self._staging_memory(aligned(capacity)))
         prefetcher = WeightPrefetcher(ring, self._tiers)
         self._resources.callback(prefetcher.cancel)
         return prefetcher
@@ -321,61 +335,64 @@ class TieredWeights:
             return 0
         offloaded = [(weight.offloaded, weight.expert) for weight in self.tensors.values() if weight.offloaded]
         experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
-        staged: list[int] = []
+        streamed: list[int] = []
         if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
-            matrices = (matrix for stage in self._staged.values() for matrix in stage)
-            staged = [staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
+            matrices = (matrix for stage in self._streamed.values() for matrix in stage)
+            streamed = [ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
         loaders = NUM_LOADERS if self._tiers.overlap else 1
-        return loaders * (max(staged, default=0) + max(experts, default=0))
+        return loaders * (max(streamed, default=0) + max(experts, default=0))
 
-    def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
+    def _streamed_matrices(self, stage: str, capacity: int) -> list[StreamedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.
 
         Three units fit into the ring, so that one is used while others are loaded. Units are halved if that lets the
         whole stage fit, because a stage that does not fit is loaded again for every batch.
         """
-        unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - staged_bytes(0, 0)))]
+        unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))]
         while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
             unit_bytes.append(unit_bytes[-1] // 2)
         choices = [self._in_units(stage, size) for size in unit_bytes]
         return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
 
-    def _in_units(self, stage: str, unit_bytes: int) -> list[StagedMatrix]:
+    def _in_units(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
         """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the decoder's order."""
         names = [name for name, shape in self._config.stage_tensors(stage) if len(shape) > 1 and not _is_table(name)]
         if stage == HEAD and self._config.tied_head:
             names.append(HEAD_MATRIX)
-        staged = []
+        streamed = []
         for name in names:
             if (matrix := self.tensors[name].offloaded) is not None and self.tensors[name].expert is None:
                 rows, row_bytes = matrix.shape[0], matrix.row_bytes
                 short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 tile_rows = max(1, min(rows, unit_bytes // row_bytes))
-                staged.append(StagedMatrix(short_name, rows, row_bytes, tile_rows, matrix.fetch))
-        return staged
+                streamed.append(StreamedMatrix(short_name, rows, row_bytes, tile_rows, matrix.fetch))
+        return streamed
 
 
 class _StageView(StageWeights):
     """One batch's use of one stage.
 
-    staged_rows: of its offloaded matrices; None if there are none.
+    streamed_rows: of its offloaded matrices; None if there are none.
     num_tokens, used_again: see `TieredWeights.stage`.
+    likely_next: experts that the batch will probably use in the next stage.
     """
+
+    likely_next: Sequence[str] = ()
 
     def __init__(
         self,
         weights: TieredWeights,
         stage: str,
-        staged_rows: StageRows | None,
+        streamed_rows: StreamedRows | None,
         num_tokens: int = 0,
         used_again: bool = False,
     ) -> None:
         self._weights, self._tensors, self._stage = weights, weights.tensors, stage
-        self._staged_rows, self._num_tokens, self._used_again = staged_rows, num_tokens, used_again
-        self.repeatable = staged_rows is None
+        self._streamed_rows, self._num_tokens, self._used_again = streamed_rows, num_tokens, used_again
+        self.repeatable = streamed_rows is None
 
     def use_experts(self, experts: Sequence[int]) -> None:
-        self._weights.use_experts(self._stage, experts, self._num_tokens, self._used_again)
+        self.likely_next = self._weights.use_experts(self._stage, experts, self._num_tokens, self._used_again)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
@@ -390,12 +407,12 @@ class _StageView(StageWeights):
             assert self._weights.streamer is not None
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
             return tiled_linear(x, matrix, bias, fmt, out_size)
-        assert self._staged_rows is not None
-        staged = self._staged_rows(name)
+        assert self._streamed_rows is not None
+        units = self._streamed_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
 
         def parts() -> Iterator[tuple[int, Tensor]]:
-            for first_stripe, rows in staged:
+            for first_stripe, rows in units:
                 first = first_stripe * stripe_rows
                 count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
                 yield first, tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import NewTokens, new_token_lists, new_tokens
+from flexgen_helm.kv_cache.codec import NewTokens, place_new_tokens
 from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
 from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.uploads import Uploads
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
@@ -67,8 +68,10 @@ def open_cache(folder: Path, home: str, fmt: CacheFormat | None, overlap: bool) 
 
 
 def placed(cache: KVCache, block: CacheBlock) -> NewTokens:
-    lists = [torch.tensor(numbers) for numbers in new_token_lists(block, cache.codec)]
-    return new_tokens(block, cache.codec, lists, lists)
+    uploads = Uploads()
+    new = place_new_tokens(block, cache.codec, uploads)
+    uploads.copy(torch.device("cpu"))
+    return new
 
 
 def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.offload.prefetcher import StagedMatrix, StagingRing, WeightPrefetcher
+from flexgen_helm.offload.prefetcher import StagingRing, StreamedMatrix, WeightPrefetcher
 from flexgen_helm.offload.staging import ALIGNMENT
 from tests.helpers.offload import tiers_of, within
 
@@ -28,7 +28,7 @@ class Source:
         self.fail_at: int | None = None  # number of the fetch that fails
         self.fetches = 0
 
-    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> StagedMatrix:
+    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> StreamedMatrix:
         full = f"{stage}.{name}"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{full} {rows}".encode()))
         content = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
@@ -46,7 +46,7 @@ class Source:
             rows_in_staging = staging[: count * row_bytes].view(count, row_bytes)
             return rows_in_staging.copy_(content[first : first + count])
 
-        return StagedMatrix(name, rows, row_bytes, tile_rows, fetch)
+        return StreamedMatrix(name, rows, row_bytes, tile_rows, fetch)
 
 
 def use(prefetcher: WeightPrefetcher, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
@@ -84,7 +84,7 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, draw
     stages, uses, more = drawn
     source, choice = Source(seed, slowest), random.Random(seed)
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    units = {stage: [u.staged_bytes for m in staged for u in m.units()] for stage, staged in matrices.items()}
+    units = {stage: [u.ring_bytes for m in staged for u in m.units()] for stage, staged in matrices.items()}
     ring = StagingRing(max(map(max, units.values())) + more)
     keeps = {stage: sum(sizes) + max(sizes) <= ring.capacity for stage, sizes in units.items()}
     promised: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes to fetch
@@ -130,7 +130,7 @@ def test_a_pass_that_breaks_off_anywhere_leaves_an_empty_ring_and_a_later_one_go
     stages, uses, more = drawn
     source, tiers = Source(at, 0.001), tiers_of(tmp_path, overlap)
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    largest = max(unit.staged_bytes for staged in matrices.values() for m in staged for unit in m.units())
+    largest = max(unit.ring_bytes for staged in matrices.values() for m in staged for unit in m.units())
     ring = StagingRing(largest + more)
     if fails == "fetch":
         source.fail_at = at
