@@ -15,7 +15,7 @@ from flexgen_helm.errors import UsageError
 
 _BENCHMARK_OF = {
     "--tasks": "clients", "--peers": "clients", "--chat": "clients", "--python": "accuracy", "--reference": "accuracy",
-    "--model": "precisions", "--table": "paper", "--measure": "paper", "--prompt-len": "paper", "--gen-len": "paper",
+    "--table": "paper", "--measure": "paper", "--prompt-len": "paper", "--gen-len": "paper",
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def bench(
 
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
     given = {"--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference}
-    given |= {"--model": model, "--table": table, "--measure": measure}
+    given |= {"--table": table, "--measure": measure}
     given |= {"--prompt-len": prompt_len, "--gen-len": gen_len}
     for flag, value in given.items():
         if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
