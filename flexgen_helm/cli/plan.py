@@ -200,7 +200,7 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
 
 def _run_command(asked: Asked, made: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or for a pipeline."""
-    if made.problem.stages > 1 or not made.solution.prediction.feasible:
+    if made.problem.ranks > 1 or not made.solution.prediction.feasible:
         return None
     kept = {name: value for name, value in asked.engine.items() if name != "max_latency"}
     planned = {"policy": str(made.solution.policy), "schedule": made.solution.schedule.name}

@@ -61,9 +61,9 @@ DATA_SHEET = Spread(
 PIPELINE = Spread(1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range")
 
 
-def spread_of(hardware: HardwareProfile, stages: float = 1) -> Spread:
+def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
     """Return the range for a machine; a profile whose rates have no known source counts as a data sheet."""
-    if stages > 1:
+    if ranks > 1:
         return PIPELINE
     if PROFILED in hardware.sources.values():
         is_corrected = (hardware.prefill_share, hardware.decode_share) != (1.0, 1.0)
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def spread(self) -> Spread:
-        return spread_of(self.problem.hardware, self.problem.stages)
+        return spread_of(self.problem.hardware, self.problem.ranks)
 
     @property
     def expected(self) -> Expectation:

@@ -138,7 +138,7 @@ class Planner:
         """config: of the whole model."""
         self._config, self._precision, self._machine, self._choices = config, precision, machine, choices
         self._source = source
-        self._part, self._stages = config, 1.0
+        self._part, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
         self._expert_skew = 0.0
         self._placement: Placement | None = None
@@ -146,7 +146,7 @@ class Planner:
 
     def take_layers(self, part: ModelConfig) -> None:
         """Plan for a rank of a pipeline that has these of the model's layers, from now on."""
-        self._part, self._stages = part, self._config.num_layers / part.num_layers
+        self._part, self._ranks = part, self._config.num_layers / part.num_layers
 
     def place(self, name: str) -> Placement:
         """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a search finds them.
@@ -225,7 +225,7 @@ class Planner:
             cpu_attention=machine.cpu_attention,
             endless=endless,
             pins_host_memory=self._source.pins_host_memory,
-            stages=self._stages,
+            ranks=self._ranks,
             expert_skew=self._expert_skew,
         )
 

@@ -172,7 +172,8 @@ class PlanningProblem:
 
     compute_bytes: of an element in the compute dtype.
     limits: bytes by tier.
-    stages: pipeline stages; this machine has its limits and one of so many shares of the layers.
+    ranks: machines of a pipeline, of which this one has its limits and 1 / ranks of the layers; not always whole,
+        because layers may not divide evenly.
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
@@ -188,7 +189,7 @@ class PlanningProblem:
     limits: Mapping[Tier, float]
     overlap: bool = True
     cpu_attention: bool = True
-    stages: float = 1
+    ranks: float = 1
     endless: bool = False
     max_batch_tokens: int = MAX_BATCH_TOKENS
     pins_host_memory: bool = True
@@ -196,8 +197,8 @@ class PlanningProblem:
     storage_dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.config.num_layers:
-            raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.stages} pipeline stages")
+        if not 1 <= self.ranks <= self.config.num_layers:
+            raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.ranks} pipeline stages")
 
     # --- The machine ---
     @cached_property
@@ -349,7 +350,7 @@ class PlanningProblem:
     def offloads_only_experts(self) -> bool:
         """Whether the compute tier has room for half as much again as what every token needs."""
         always = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
-        return self.config.experts is not None and 1.5 * always / self.stages <= self.limits[self.compute_tier]
+        return self.config.experts is not None and 1.5 * always / self.ranks <= self.limits[self.compute_tier]
 
     @cached_property
     def head_elements(self) -> int:
@@ -439,13 +440,6 @@ class PlanningProblem:
             return pinned, pageable, link.pageable_to_cpu_bytes_s
         return pinned, pinned, link.to_cpu_bytes_s
 
-    def cache_store_rate(self, link: Link) -> float:
-        """Bytes per second of new keys and values to offloaded caches.
-
-        They are spread over their slots, from a buffer: another copy within the host, as of pageable memory.
-        """
-        return link.pageable_to_cpu_bytes_s
-
     @property
     def pinned_excess(self) -> float:
         """What caches and hidden states in host memory behind a link take beyond their bytes, as a share of them."""
@@ -489,10 +483,10 @@ class PlanningProblem:
         config, work = self.config, self.compute_bytes
         vectors = self.storage.vector_bytes(work)
         beside = self._graph_bytes(vectors) if resident else self.ring_bytes + self.staging.experts
-        staging = affine(vectors / self.stages + beside)
+        staging = affine(vectors / self.ranks + beside)
         if not shape.schedule.is_single_pass:
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
-            staging += affine(sequences * sizes.window_bytes / self.stages)
+            staging += affine(sequences * sizes.window_bytes / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
         block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
         for tier, column in CACHE.items():
@@ -512,7 +506,7 @@ class PlanningProblem:
             return 0
         workspace = self.workspace
         weights = self.copies_bytes if self.copies_fit else self.stored_bytes
-        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.stages - vectors, GRAPH_ROWS[-1])
+        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.ranks - vectors, GRAPH_ROWS[-1])
         return workspace.graphs(rows).num_bytes if rows else 0
 
     @cached_property
