@@ -99,9 +99,10 @@ def bench(
     from flexgen_helm.benchmarks import KNOWN, Options, load
 
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
-    given = {"--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference}
-    given |= {"--table": table, "--measure": measure}
-    given |= {"--prompt-len": prompt_len, "--gen-len": gen_len}
+    given = {
+        "--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference,
+        "--table": table, "--measure": measure, "--prompt-len": prompt_len, "--gen-len": gen_len,
+    }  # fmt: skip
     for flag, value in given.items():
         if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
             raise UsageError(f"bench {name} has no {flag}, which is of bench {_BENCHMARK_OF[flag]}")

@@ -174,10 +174,15 @@ def plan(
     command = _run_command(asked, made)
     by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
     if as_json:
-        named = {"model": model, "hardware": problem.hardware.name}
-        precisions = {name: found and found.to_json()["predicted"] for name, found in by_precision.items()}
-        text = shlex.join(command) if command else None
-        print_json({**named, **made.to_json(), "precisions": precisions, "command": text})
+        print_json(
+            {
+                "model": model,
+                "hardware": problem.hardware.name,
+                **made.to_json(),
+                "precisions": {name: found and found.to_json()["predicted"] for name, found in by_precision.items()},
+                "command": shlex.join(command) if command else None,
+            }
+        )
     else:
         _print_plan(made, model, by_precision, command)
 

@@ -98,14 +98,9 @@ def block_costs(
     resident: all weights are on the compute tier, so nothing is staged for them.
     reads: what passes read of each tier where weights are placed already; None if every tier has its share of all.
     """
-    costs = _block_by_layers if shape.schedule.reads_once else _block_by_batches
-    return costs(problem, shape, resident, reads)
-
-
-def _block_by_batches(
-    problem: PlanningProblem, shape: BlockShape, resident: bool, reads: Mapping[Tier, WeightReads] | None
-) -> BlockCosts:
-    """Each batch passes all layers by itself: a block of one batch, as many times."""
+    if shape.schedule.reads_once:
+        return _block_by_layers(problem, shape, resident, reads)
+    # Each batch passes all layers by itself: a block of one batch, as many times.
     sequences = float(shape.num_sequences)
     one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
     whole = replace(problem, ranks=1) if problem.ranks > 1 else problem
@@ -130,10 +125,9 @@ def _block_by_layers(
     if schedule.is_single_pass and not problem.endless:
         sequences = float(workload.num_sequences)
     # A `_Pass` computes one lane's share of the block, and reads the weights for it.
-    lanes = 1.0
-    if problem.ranks > 1:
-        most = shape.num_gpu_batches
-        lanes = PREFILL_LANES * problem.ranks if schedule.is_single_pass else min(problem.ranks, most)
+    lanes = min(problem.ranks, shape.num_gpu_batches)
+    if schedule.is_single_pass and problem.ranks > 1:
+        lanes = PREFILL_LANES * problem.ranks
     prefill = _Pass(
         problem,
         shape.gpu_batch_size,
@@ -149,11 +143,11 @@ def _block_by_layers(
         resident,
         reads,
         sequences,
-        prefill=_repeated(prefill.times(), _turns(problem.ranks, lanes)[0]),
-        decode=replace(prefill, prefill=False).times(),
-        decode_passes=0.0 if schedule.is_single_pass else workload.output - 1,
-        memory=_stored_memory(problem, shape, sequences, resident),
-        workspace=dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
+        _repeated(prefill.times(), _turns(problem.ranks, lanes)[0]),
+        replace(prefill, prefill=False).times(),
+        0.0 if schedule.is_single_pass else workload.output - 1,
+        _stored_memory(problem, shape, sequences, resident),
+        dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
     )
 
 
@@ -224,22 +218,10 @@ class _Pass:
         return times | parts
 
     def _compute_parts(self) -> dict[str, Affine]:
-        """Cost products, conversions and attention."""
-        products, convert = self._products()
-        attention, host_attention = self._attention()
-        forms = {"products": affine(products), "convert": affine(convert)}
-        forms |= {"attention": attention, "host_attention": host_attention}
-        return {name: self._slowdown * form for name, form in forms.items()}
-
-    @property
-    def _slowdown(self) -> float:
-        hardware = self.problem.hardware
-        return 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
-
-    def _products(self) -> tuple[float, float]:
-        """Return the seconds of products, bound by operations or by reading the weights, and of conversions."""
-        problem, config = self.problem, self.problem.config
-        processor, sequences, batches = problem.hardware.compute_processor, self.sequences, self.batches
+        """Cost products (bound by operations or by reading the weights), conversions and attention."""
+        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
+        processor, work, cache = hardware.compute_processor, problem.compute_bytes, problem.precision.cache
+        sequences, batches = self.sequences, self.batches
         rate = problem.product_flops
         batch_rows = self.tokens / batches
         always = problem.layer_elements - problem.layer_expert_elements
@@ -262,31 +244,29 @@ class _Pass:
             read_bytes += read
         reading_s = batches * read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
-        between_s = self.tokens * problem.between_elements * problem.compute_bytes / processor.layer_bytes_s
+        between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
         products = max(layers_s + head_s, reading_s)
         products += config.num_layers * (steps * processor.step_s + between_s)
-        # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
-        roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
-        return max(products, roofline_s / self._slowdown), convert
 
-    def _attention(self) -> tuple[Affine, Affine]:
-        """Return the seconds of attention on the compute device, and on the host beside a GPU."""
-        problem, hardware = self.problem, self.problem.hardware
-        processor, cache = hardware.compute_processor, problem.precision.cache
         attention, host_attention = affine(), affine()
         if self.prefill:
-            operations = problem.config.attention_flops(1, 1) * self.sequences * problem.attention_pairs
+            operations = config.attention_flops(1, 1) * sequences * problem.attention_pairs
             attention[ONE] = operations / processor.attention_flops
             if cache is not None and cache.is_quantized:
                 attention[ONE] += problem.kv_elements * self.tokens / processor.quantize_elements_s
-            return attention, host_attention
-        for tier in TIERS:
-            on_host = tier in problem.host_attention_tiers
-            form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
-            form[CACHE[tier]] += self.attended_elements * problem.compute_bytes / device.attention_bytes_s
-        if cache is not None and cache.is_quantized:
-            attention[ONE] += self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
-        return attention, host_attention
+        else:
+            for tier in TIERS:
+                on_host = tier in problem.host_attention_tiers
+                form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
+                form[CACHE[tier]] += self.attended_elements * work / device.attention_bytes_s
+            if cache is not None and cache.is_quantized:
+                attention[ONE] += self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
+        slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
+        # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
+        roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
+        forms = {"products": affine(max(products, roofline_s / slowdown)), "convert": affine(convert)}
+        forms |= {"attention": attention, "host_attention": host_attention}
+        return {name: slowdown * form for name, form in forms.items()}
 
     def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, rows: float) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a batch's products read of them.

@@ -21,7 +21,7 @@ from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 
-# How far predictions were from measured runs, by where the rates of a machine come from. No torch.
+# How far predictions were from measured runs, by where the rates of a machine come from.
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _scaled(record: _Record, factor: float, *names: str) -> _Record:
     return replace(record, **{name: factor * getattr(record, name) for name in names})  # type: ignore[type-var]
 
 
-# How long a suite of run entries takes: each scenario alone, and all together as one run. No torch.
+# How long a suite of run entries takes: each scenario alone, and all together as one run.
 
 # By how much batches become smaller until longer sequences fit.
 _SMALLER = 0.8

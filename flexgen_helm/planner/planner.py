@@ -26,7 +26,7 @@ from flexgen_helm.planner.weight_placement import Placement, leaving_room, place
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
 
-# What a run teaches: rates of the machine, corrected by how far its prediction was from the measurement. No torch.
+# What a run teaches: rates of the machine, corrected by how far its prediction was from the measurement.
 
 # Exponent by which one run moves a rate towards what it measured, and bounds of the factor before it.
 _STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0

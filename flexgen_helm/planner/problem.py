@@ -31,7 +31,7 @@ from flexgen_helm.planner.placement import (
     KINDS,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
-    MAX_PENDING_STORE_BYTES,
+    MAX_TRANSFER_BYTES,
     PINNED_EXCESS_SHARE,
     TIERS,
     Kind,
@@ -51,7 +51,7 @@ from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import Precision
 
-# Affine forms over the nine placement fractions, which every cost is made of. No torch.
+# Affine forms over the nine placement fractions, which every cost is made of.
 
 # [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk, and a constant.
 Affine = NDArray[np.float64]
@@ -81,7 +81,7 @@ def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
     return {kind: {tier: float(fractions[columns[tier]]) for tier in TIERS} for kind, columns in COLUMNS.items()}
 
 
-# How many experts of a layer a batch uses: what is read of a mixture that is offloaded. No torch.
+# How many experts of a layer a batch uses: what is read of a mixture that is offloaded.
 
 # Largest exponent that is fitted: then a few experts do all the work.
 _MAX_SKEW = 6.0
@@ -222,7 +222,8 @@ class PlanningProblem:
         return self.hardware.overlap if self.overlap else 0.0
 
     @cached_property
-    def compute_dtype(self) -> str:
+    def product_dtype(self) -> str:
+        """Key of the processor's rates of products in the compute dtype."""
         half = [name for name in self.hardware.compute_processor.matmul_flops if name != "float32"]
         return half[0] if self.compute_bytes == 2 and half else "float32"
 
@@ -231,9 +232,9 @@ class PlanningProblem:
         """Rate of products by rows of x."""
         curves = self.hardware.compute_processor.matmul_flops
         if self.multiplies_as_stored and self.precision.weights is None:
-            product = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.compute_dtype)
-            return curves.get(product, curves[self.compute_dtype])
-        return curves[self.compute_dtype]
+            product = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.product_dtype)
+            return curves.get(product, curves[self.product_dtype])
+        return curves[self.product_dtype]
 
     def capacity(self, tier: Tier) -> float:
         """Bytes of a tier that the machine has."""
@@ -243,7 +244,7 @@ class PlanningProblem:
         return float(hardware.cpu.memory_bytes if tier == "cpu" else hardware.disk.bytes)
 
     def largest_limit(self, tier: Tier) -> float:
-        """Bytes of a tier that leave the machine its margin; of the disk, all that is free."""
+        """Bytes of a tier that leave the machine its margin, on a disk the least one of what is free."""
         capacity = self.capacity(tier)
         return without_margin(capacity, capacity if tier != "disk" else 0)
 
@@ -449,7 +450,8 @@ class PlanningProblem:
         """Positions of a sequence's cache that a decode step fetches to the gpu.
 
         attended: that it attends to, on average.
-        stored: of a slot, all of which pinned memory is fetched with (`kv_cache.storage`).
+        stored: that its slot has. From half of them on, pinned memory is fetched whole: one copy without gaps is faster
+            (`kv_cache.storage`).
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
 
@@ -527,4 +529,4 @@ class PlanningProblem:
             workspace.layer(prompt_tokens, int(workload.longest_prompt), 0),
             workspace.layer(int(decoding), 1, int(decoding * workload.longest)),
         )
-        return largest + 4 * MAX_PENDING_STORE_BYTES
+        return largest + MAX_TRANSFER_BYTES
