@@ -1,4 +1,4 @@
-"""First use from many threads: imports under one lock, values loaded once per key, work ahead or called off."""
+"""What threads share: imports under one lock, values loaded once per key, work ahead or called off; and the system."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def import_lock(*packages: str) -> Iterator[None]:
 def computed_ahead(function: Callable[[T], R], items: Sequence[T], most_threads: int) -> Iterator[R]:
     """Yield function(item) of each item in order; threads, one a core at most, compute the next ones meanwhile.
 
-    most_threads: as many results more than are asked for exist at once.
+    most_threads: at most so many results, and one more, wait unread.
     """
     threads = min(most_threads, len(os.sched_getaffinity(0)), len(items))
     if threads < 2:

@@ -46,28 +46,29 @@ def table_text(
 
     optional: columns that are left out where there is no room, the first first; then the last ones are.
     """
-    right, least, wanted = list[bool](), list[int](), list[int]()
+    # Columns get their least widths at first, and what is left of `width` at the end.
+    is_number, widths, full_widths = list[bool](), list[int](), list[int]()
     for heading, *cells in zip(headings, *rows):
-        hanging = "" if right else _GAP  # the first column has names
-        right.append(bool(right) and all(map(_NUMBER.match, cells)))
+        hanging = "" if is_number else _GAP  # the first column has names
+        is_number.append(bool(is_number) and all(map(_NUMBER.match, cells)))
         text = "\n".join(cells)
-        wanted.append(max(map(len, text.split("\n"))))
-        words = max(map(len, _folded(text, 1, hanging)))
-        least.append(max(min(wanted[-1], max(_UNBROKEN, words)), *map(len, _folded(heading, 1, hanging))))
+        full_widths.append(max(map(len, text.split("\n"))))
+        words = max(map(len, _folded(text, 1, hanging)))  # of the longest word: no line is shorter
+        widths.append(max(min(full_widths[-1], max(_UNBROKEN, words)), *map(len, _folded(heading, 1, hanging))))
     kept = list(range(len(headings)))
-    going = [*map(headings.index, optional), *kept[:0:-1]]
-    while (room := width - sum(least[n] + len(_GAP) for n in kept) + len(_GAP)) < 0 and len(kept) > 1:
-        kept.remove(next(n for n in going if n in kept))
-    for n in sorted(kept, key=lambda n: (n == 0, wanted[n] - least[n])):
-        more = max(0, min(room, wanted[n] - least[n]))
-        least[n], room = least[n] + more, room - more
+    drop_order = [*map(headings.index, optional), *kept[:0:-1]]
+    while (room := width - sum(widths[n] + len(_GAP) for n in kept) + len(_GAP)) < 0 and len(kept) > 1:
+        kept.remove(next(n for n in drop_order if n in kept))
+    for n in sorted(kept, key=lambda n: (n == 0, full_widths[n] - widths[n])):  # the first column gets what is left
+        more = max(0, min(room, full_widths[n] - widths[n]))
+        widths[n], room = widths[n] + more, room - more
     lines = []
     for row in (headings, *rows):
-        for parts in zip_longest(*(_folded(row[n], least[n], "" if n else _GAP) for n in kept), fillvalue=""):
-            aligned = (f"{part:{'>' if right[n] else '<'}{least[n]}}" for part, n in zip(parts, kept))
+        for parts in zip_longest(*(_folded(row[n], widths[n], "" if n else _GAP) for n in kept), fillvalue=""):
+            aligned = (f"{part:{'>' if is_number[n] else '<'}{widths[n]}}" for part, n in zip(parts, kept))
             lines.append(_GAP.join(aligned).rstrip())
         if row is headings:
-            lines.append("─" * (sum(least[n] + len(_GAP) for n in kept) - len(_GAP)))
+            lines.append("─" * (sum(widths[n] + len(_GAP) for n in kept) - len(_GAP)))
     if len(kept) < len(headings):
         left_out = ", ".join(name for n, name in enumerate(headings) if n not in kept)
         lines.append(fill(f"(No room for: {left_out}.)", width))

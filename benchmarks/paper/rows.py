@@ -290,7 +290,7 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
     for model in ("opt-6.7b", "opt-30b", "opt-175b"):
         line = _main_line("FlexGen", model)
         problem, policy, _ = row_problem(line, hardware)
-        found = search(replace(problem, stages=4), (ZIGZAG,))
+        found = search(replace(problem, ranks=4), (ZIGZAG,))
         one, four = (predict_row(line, hardware), policy.block_size), (found.prediction, found.policy.block_size)
         for gpus, (costs, sequences) in ((1, one), (4, four)):
             decoding = sequences * (OUTPUT - 1) / costs.decode_s

@@ -80,14 +80,14 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 # What torchrun changes for a command: rank 0 runs it, the others follow, and all end together.
 
-# torchrun ends all processes once it sees that one is lost. What the connections say comes first: it names the rank.
+# Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which ends all, does not.
 _GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @contextmanager
 def as_rank(rank: Rank) -> Iterator[None]:
-    """Be a rank of a pipeline: rank 0 tells the others when it has ended."""
+    """Be a rank of a pipeline: end with the parent, or a little after SIGTERM, and tell the others at the end."""
     from flexgen_helm.engine.pipeline import leave_pipeline
 
     def end(number: int, frame: FrameType | None) -> None:

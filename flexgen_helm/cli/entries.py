@@ -76,9 +76,8 @@ def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False)
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
-    conf_folder = files("flexgen_helm.runs")
     for name in FILES + LEADERBOARDS * leaderboards:
-        for entry in read_conf(Path(str(conf_folder / name))):
+        for entry in read_conf(Path(str(files("flexgen_helm.runs") / name))):
             sources.setdefault(without_model(entry), name)
     sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
     # Our run specs before they are in a file of runs/, and scenarios of HELM of which only the name is known.
@@ -95,7 +94,6 @@ def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False)
             needs, belongs = data.title.format_map(arguments), data.place(output_path)
             found = data.find(arguments, output_path)
         is_here = needs == "nothing" or found is not None
-        folder = None if found is None else str(found)
         row = {"run_entry": entry, "source": source, "needs": needs, "place": belongs, "is_here": is_here}
-        rows.append({**row, "folder": folder})
+        rows.append({**row, "folder": None if found is None else str(found)})
     return rows

@@ -174,10 +174,15 @@ def plan(
     command = _run_command(asked, made)
     by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
     if as_json:
-        named = {"model": model, "hardware": problem.hardware.name}
-        precisions = {name: found and found.to_json()["predicted"] for name, found in by_precision.items()}
-        text = shlex.join(command) if command else None
-        print_json({**named, **made.to_json(), "precisions": precisions, "command": text})
+        print_json(
+            {
+                "model": model,
+                "hardware": problem.hardware.name,
+                **made.to_json(),
+                "precisions": {name: found and found.to_json()["predicted"] for name, found in by_precision.items()},
+                "command": shlex.join(command) if command else None,
+            }
+        )
     else:
         _print_plan(made, model, by_precision, command)
 
@@ -200,7 +205,7 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
 
 def _run_command(asked: Asked, made: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or for a pipeline."""
-    if made.problem.stages > 1 or not made.solution.prediction.feasible:
+    if made.problem.ranks > 1 or not made.solution.prediction.feasible:
         return None
     kept = {name: value for name, value in asked.engine.items() if name != "max_latency"}
     planned = {"policy": str(made.solution.policy), "schedule": made.solution.schedule.name}

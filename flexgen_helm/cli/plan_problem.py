@@ -99,7 +99,7 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,
         endless=num_seqs is None,
-        stages=asked.stages,
+        ranks=asked.stages,
     )
     if config.device != "sim" and config.limits.gpu is not None:  # this limit holds for computing, too
         room = problem.workspace.room_beside(config.limits.gpu)

@@ -332,7 +332,7 @@ class Run:
             return
         alive = []  # completions that go on, with their newest token
         for offset, drawn in enumerate(output.drawn):
-            index = sequence.completion + offset
+            index = sequence.first_completion + offset
             completion = request.completions[index]
             self._lengths.count_token(request.length_group)
             if not completion.push(drawn, self._executor.model.eos_ids):
@@ -359,7 +359,7 @@ class Run:
                 prefixes,
                 max_new_tokens=prompt.request.request.max_tokens,
                 num_draws=1,
-                completion=index,
+                first_completion=index,
                 needs_cache=True,
                 num_top=prompt.num_top,
                 length_group=prompt.length_group,

@@ -3,9 +3,10 @@
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a cost is an affine
 form (`planner.problem`), and one set of equations serves the prediction for a policy and the search's linear program:
 
-    pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
+    pass = e max(resources, channels) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 
-The resources are computing, link in, link out, disk read and disk write; e is the share of overlap (0 without).
+The resources are computing, link in, link out, disk read and disk write. The channels are link and disk with both
+directions together. e is the share of overlap (0 without).
 docs/explanation/cost_model.md has the equations in words. No torch.
 """
 
@@ -39,7 +40,7 @@ RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 CHANNELS = ("disk", "link")
 # Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
 PassTimes = Mapping[str, Affine]
-# Parts of a batch that are rounding errors.
+# A batch smaller than this is a rounding error.
 _ROUNDING = 1e-9
 
 
@@ -97,54 +98,70 @@ def block_costs(
     resident: all weights are on the compute tier, so nothing is staged for them.
     reads: what passes read of each tier where weights are placed already; None if every tier has its share of all.
     """
+    if shape.schedule.reads_once:
+        return _block_by_layers(problem, shape, resident, reads)
+    # Each batch passes all layers by itself: a block of one batch, as many times.
+    sequences = float(shape.num_sequences)
+    one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
+    whole = replace(problem, ranks=1) if problem.ranks > 1 else problem
+    batch = _block_by_layers(whole, one, resident, reads)
+    prefill_turns, decode_turns = _turns(problem.ranks, shape.num_gpu_batches)
+    return replace(
+        batch,
+        shape=shape,
+        sequences=sequences,
+        prefill=_repeated(batch.prefill, prefill_turns),
+        decode=_repeated(batch.decode, decode_turns),
+        memory=_stored_memory(problem, one, shape.gpu_batch_size, resident),
+    )
+
+
+def _block_by_layers(
+    problem: PlanningProblem, shape: BlockShape, resident: bool, reads: Mapping[Tier, WeightReads] | None
+) -> BlockCosts:
+    """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach a rank in turn."""
     workload, schedule = problem.workload, shape.schedule
     sequences = float(shape.num_sequences)
-    converts = not (resident and problem.copies_fit)
-    if not schedule.reads_once:  # each batch by itself: the costs of one batch, as many times
-        whole = replace(problem, stages=1) if problem.stages > 1 else problem
-        one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
-        batch = block_costs(whole, one, resident, reads)
-        memory = _stored_memory(problem, one, shape.gpu_batch_size, resident)
-        prefill_turns, decode_turns = _turns(problem.stages, shape.num_gpu_batches)
-        prefills = {name: prefill_turns * form for name, form in batch.prefill.items()}
-        decodes = {name: decode_turns * form for name, form in batch.decode.items()}
-        return replace(batch, shape=shape, sequences=sequences, prefill=prefills, decode=decodes, memory=memory)
-    all_sequences = sequences if problem.endless else float(workload.num_sequences)
-    if schedule.is_single_pass:
-        sequences = all_sequences
-    memory = _stored_memory(problem, shape, sequences, resident)
-    workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
-    # A pass computes one lane's share of the block, and reads the weights for it.
-    lanes = 1.0
-    if problem.stages > 1:
-        most = shape.num_gpu_batches
-        lanes = PREFILL_LANES * problem.stages if schedule.is_single_pass else min(problem.stages, most)
-    positions = _slot_positions(problem, schedule)
+    if schedule.is_single_pass and not problem.endless:
+        sequences = float(workload.num_sequences)
+    # A `_Pass` computes one lane's share of the block, and reads the weights for it.
+    lanes = min(problem.ranks, shape.num_gpu_batches)
+    if schedule.is_single_pass and problem.ranks > 1:
+        lanes = PREFILL_LANES * problem.ranks
     prefill = _Pass(
         problem,
         shape.gpu_batch_size,
         sequences / lanes,
         prefill=True,
-        converts=converts,
-        slot_positions=positions,
+        converts=not (resident and problem.copies_fit),
+        slot_positions=_slot_positions(problem, schedule),
         resident=resident,
         reads=reads,
     )
-    passes = workload.output - 1
-    decode = replace(prefill, prefill=False).times()
-    decode_passes = 0.0 if schedule.is_single_pass else passes
-    prefill_turns, _ = _turns(problem.stages, lanes)
-    prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
-    return BlockCosts(shape, resident, reads, sequences, prefills, decode, decode_passes, memory, workspace)
+    return BlockCosts(
+        shape,
+        resident,
+        reads,
+        sequences,
+        _repeated(prefill.times(), _turns(problem.ranks, lanes)[0]),
+        replace(prefill, prefill=False).times(),
+        0.0 if schedule.is_single_pass else workload.output - 1,
+        _stored_memory(problem, shape, sequences, resident),
+        dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
+    )
 
 
-def _turns(stages: float, lanes: float) -> tuple[float, float]:
-    """Return the time of a lane's pass over all stages that one pass of all lanes takes, for prefill and for decoding.
+def _repeated(times: PassTimes, count: float) -> PassTimes:
+    return {name: count * form for name, form in times.items()}
 
-    Prefill waits until the pipeline is full and until it is empty (the paper's 'Extension to Multiple GPUs'). Decoding
-    needs a lane for each stage.
+
+def _turns(ranks: float, lanes: float) -> tuple[float, float]:
+    """Return how many passes of one lane a pass of all lanes lasts, for prefill and for decoding.
+
+    Prefill fills and drains the pipeline (the paper's 'Extension to Multiple GPUs'). Decoding does not, but needs a
+    lane for each rank.
     """
-    return (lanes + stages - 1) / stages, max(lanes, stages) / stages
+    return (lanes + ranks - 1) / ranks, max(lanes, ranks) / ranks
 
 
 @dataclass(frozen=True)
@@ -274,7 +291,8 @@ class _Pass:
         to_gpu, to_cpu = affine(), affine()
         if link is None:
             return to_gpu, to_cpu
-        store_rate = problem.cache_store_rate(link)
+        # New keys and values are spread over their slots from a buffer: a copy within the host, as of pageable memory.
+        store_rate = link.pageable_to_cpu_bytes_s
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
             weights_rate, in_rate, out_rate = problem.link_rates(link, tier)
@@ -310,7 +328,7 @@ class _Pass:
         return read, write
 
     def _weight_bytes(self, tier: Tier) -> float:
-        """Bytes that a tier with all weights would read; a stage larger than the ring is loaded for every batch."""
+        """Bytes that a tier with all weights would read."""
         problem, layers = self.problem, self.problem.config.num_layers
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
@@ -323,8 +341,12 @@ class _Pass:
             head_bytes = problem.head_bytes
         loaded = self._expert_reads * expert_bytes
         for stage, num_bytes in ((always, layer_bytes), (problem.head_bytes, head_bytes)):
-            loaded += num_bytes * (1 if stage <= problem.ring_bytes else self.batches)
+            loaded += num_bytes * self._loads(stage)
         return loaded
+
+    def _loads(self, stage_bytes: float) -> float:
+        """Loads of a stage in a pass: one, but one for every batch if it is larger than the ring."""
+        return 1 if stage_bytes <= self.problem.ring_bytes else self.batches
 
     @cached_property
     def _expert_reads(self) -> float:
@@ -334,12 +356,14 @@ class _Pass:
         return self.batches * self.problem.experts_used(self.tokens / self.batches)
 
     def _weight_transfers(self, tier: Tier) -> float:
+        """Transfers of matrices and experts with which a tier with all weights would load the layers."""
         problem, experts = self.problem, self.problem.config.experts
+        loads = self._loads(problem.layer_bytes - problem.layer_expert_bytes)
         if self.reads is not None:
-            return self.reads[tier].matrices + self._expert_reads * self.reads[tier].experts
+            return loads * self.reads[tier].matrices + self._expert_reads * self.reads[tier].experts
         transfers = 0.0 if experts is None else self._expert_reads * experts.count
         if not problem.offloads_only_experts:
-            transfers += problem.layer_matrices
+            transfers += loads * problem.layer_matrices
         return transfers * problem.config.num_layers
 
     @property
@@ -369,9 +393,9 @@ def _stored_memory(
     problem: PlanningProblem, shape: BlockShape, sequences: float, resident: bool
 ) -> dict[Tier, tuple[Affine, ...]]:
     """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
-    config, workload, stages = problem.config, problem.workload, problem.stages
+    config, workload, ranks = problem.config, problem.workload, problem.ranks
     positions = _slot_positions(problem, shape.schedule)
-    cache = sequences * positions * problem.kv_elements * problem.cache_bytes / stages
+    cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
     waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
     if one_batch and not shape.schedule.is_single_pass:
@@ -381,7 +405,7 @@ def _stored_memory(
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
-        weights = (problem.copies_bytes if copies else problem.stored_bytes) / stages
+        weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
         beside = 1 + (problem.pinned_excess if tier == "cpu" else 0.0)
         stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: beside * cache, HIDDEN[tier]: beside * hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))

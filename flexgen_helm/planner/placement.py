@@ -1,4 +1,8 @@
-"""Place whole tensors on tiers by the fractions of a policy. No torch."""
+"""Tiers: whole tensors placed on them, and every size that the memory plan, the scheduler and the stores share.
+
+In order: sizes of tensors, their tiers, constants, staging of offloaded weights, the cache, limits of a pass, and the
+machine. No torch.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,7 @@ class StorageSizes:
         if not on_host or compute_bytes == self.element_bytes:
             return copies
         shapes = tensor_shapes(self.config)
+        # Quantized matrices have fewer bytes than their elements.
         return copies + sum(n for name, n in self.matrices.items() if n == self.element_bytes * prod(shapes[name]))
 
     def vector_bytes(self, compute_bytes: int) -> int:
@@ -89,7 +94,7 @@ class StorageSizes:
 
 
 def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
-    """Return the fractions by tier; without a gpu its share goes to the cpu."""
+    """Return a policy's fractions of a kind by tier; on a machine without a gpu its share goes to the cpu."""
     gpu, cpu, disk = {
         "weights": (policy.wg, policy.wc, policy.wd),
         "cache": (policy.cg, policy.cc, policy.cd),
@@ -125,13 +130,15 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
     left = {tier: fractions[tier] * total for tier in TIERS}
     placed: dict[str, Tier] = {}
     for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
-        shares, rest, num_bytes = dict.fromkeys(TIERS, 0.0), float(sum(group.values())), sum(group.values())
+        # Fill what is left of the tiers, the fastest first.
+        taken, rest, num_bytes = dict.fromkeys(TIERS, 0.0), float(sum(group.values())), sum(group.values())
         for tier in TIERS:
-            shares[tier] = max(0.0, min(rest, left[tier]))
-            rest -= shares[tier]
-        last: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
-        shares[last] += rest  # whole tensors before it have exceeded a tier's bytes
-        spread = _spread(group, {tier: share / max(1, num_bytes) for tier, share in shares.items()})
+            taken[tier] = max(0.0, min(rest, left[tier]))
+            rest -= taken[tier]
+        # Whole tensors may have taken more of a tier than it had: the slowest tier with room takes what finds none.
+        slowest: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
+        taken[slowest] += rest
+        spread = _spread(group, {tier: share / max(1, num_bytes) for tier, share in taken.items()})
         for unit, tier in spread.items():
             left[tier] -= group[unit]
         placed |= spread
@@ -161,7 +168,7 @@ def achieved_fractions(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> 
     return {tier: size / total if total else 0.0 for tier, size in num_bytes.items()}
 
 
-# Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written here once. No torch.
+# Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written here once.
 
 UNLIMITED = 1 << 62
 
@@ -216,6 +223,9 @@ NUM_LOADERS = 2
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
 # computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20
+# Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and their buffer, and
+# fetches and theirs.
+MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
 # Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
 # share of the bytes of the offloaded experts that were used.
 GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
@@ -243,7 +253,8 @@ GRAPHS_SHARE = 1 / 16
 ACTIVATIONS_SHARE = 0.1
 # What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
 PINNED_EXCESS_SHARE = 1 / 32
-# Two layers of an offloaded cache block on the compute tier: where answers may become long, and elsewhere.
+# Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because
+# answers may become long, and elsewhere.
 STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
@@ -312,7 +323,7 @@ def loader_buffer_bytes(storage: StorageSizes) -> int:
     return NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
 
 
-# Bytes of a KV cache, from the architecture and the cache format alone. No torch.
+# Bytes of a KV cache, from the architecture and the cache format alone.
 
 
 @dataclass(frozen=True)
@@ -362,7 +373,7 @@ def state_bytes(config: ModelConfig, one_layer: bool) -> int:
     return 2 * 4 * elements
 
 
-# What one pass of a run may hold: all that the scheduler knows of memory. No torch.
+# What one pass of a run may hold: all that the scheduler knows of memory.
 
 
 @dataclass(frozen=True)
@@ -395,7 +406,7 @@ class SchedulerLimits:
     block_sequences: int = BLOCK_SEQUENCES
 
 
-# The machine that an engine runs on, as far as a placement depends on it. No torch.
+# The machine that an engine runs on, as far as a placement depends on it.
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 
-# How far predictions were from measured runs, by where the rates of a machine come from. No torch.
+# How far predictions were from measured runs, by where the rates of a machine come from.
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ DATA_SHEET = Spread(
 PIPELINE = Spread(1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range")
 
 
-def spread_of(hardware: HardwareProfile, stages: float = 1) -> Spread:
+def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
     """Return the range for a machine; a profile whose rates have no known source counts as a data sheet."""
-    if stages > 1:
+    if ranks > 1:
         return PIPELINE
     if PROFILED in hardware.sources.values():
         is_corrected = (hardware.prefill_share, hardware.decode_share) != (1.0, 1.0)
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def spread(self) -> Spread:
-        return spread_of(self.problem.hardware, self.problem.stages)
+        return spread_of(self.problem.hardware, self.problem.ranks)
 
     @property
     def expected(self) -> Expectation:
@@ -312,7 +312,7 @@ def _scaled(record: _Record, factor: float, *names: str) -> _Record:
     return replace(record, **{name: factor * getattr(record, name) for name in names})  # type: ignore[type-var]
 
 
-# How long a suite of run entries takes: each scenario alone, and all together as one run. No torch.
+# How long a suite of run entries takes: each scenario alone, and all together as one run.
 
 # By how much batches become smaller until longer sequences fit.
 _SMALLER = 0.8

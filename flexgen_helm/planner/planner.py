@@ -26,7 +26,7 @@ from flexgen_helm.planner.weight_placement import Placement, leaving_room, place
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
 
-# What a run teaches: rates of the machine, corrected by how far its prediction was from the measurement. No torch.
+# What a run teaches: rates of the machine, corrected by how far its prediction was from the measurement.
 
 # Exponent by which one run moves a rate towards what it measured, and bounds of the factor before it.
 _STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0
@@ -138,7 +138,7 @@ class Planner:
         """config: of the whole model."""
         self._config, self._precision, self._machine, self._choices = config, precision, machine, choices
         self._source = source
-        self._part, self._stages = config, 1.0
+        self._part, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
         self._expert_skew = 0.0
         self._placement: Placement | None = None
@@ -146,7 +146,7 @@ class Planner:
 
     def take_layers(self, part: ModelConfig) -> None:
         """Plan for a rank of a pipeline that has these of the model's layers, from now on."""
-        self._part, self._stages = part, self._config.num_layers / part.num_layers
+        self._part, self._ranks = part, self._config.num_layers / part.num_layers
 
     def place(self, name: str) -> Placement:
         """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a search finds them.
@@ -225,7 +225,7 @@ class Planner:
             cpu_attention=machine.cpu_attention,
             endless=endless,
             pins_host_memory=self._source.pins_host_memory,
-            stages=self._stages,
+            ranks=self._ranks,
             expert_skew=self._expert_skew,
         )
 

@@ -145,7 +145,7 @@ class Choices:
     max_latency: float | None = None
 
 
-# The workload to plan for: how many sequences of which lengths. No torch.
+# The workload to plan for: how many sequences of which lengths.
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Workload:
         return squares * self.computed / self.prompt
 
 
-# Divide the layers of a model among the ranks of a pipeline. No torch.
+# Divide the layers of a model among the ranks of a pipeline.
 
 
 def divide_layers(config: ModelConfig, num_ranks: int, counts: Sequence[int] | None = None) -> list[range]:

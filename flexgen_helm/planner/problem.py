@@ -30,7 +30,7 @@ from flexgen_helm.planner.placement import (
     KINDS,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
-    MAX_PENDING_STORE_BYTES,
+    MAX_TRANSFER_BYTES,
     PINNED_EXCESS_SHARE,
     TIERS,
     Kind,
@@ -50,7 +50,7 @@ from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import Precision
 
-# Affine forms over the nine placement fractions, which every cost is made of. No torch.
+# Affine forms over the nine placement fractions, which every cost is made of.
 
 # [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk, and a constant.
 Affine = NDArray[np.float64]
@@ -80,7 +80,7 @@ def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
     return {kind: {tier: float(fractions[columns[tier]]) for tier in TIERS} for kind, columns in COLUMNS.items()}
 
 
-# How many experts of a layer a batch uses: what is read of a mixture that is offloaded. No torch.
+# How many experts of a layer a batch uses: what is read of a mixture that is offloaded.
 
 # Largest exponent that is fitted: then a few experts do all the work.
 _MAX_SKEW = 6.0
@@ -171,7 +171,8 @@ class PlanningProblem:
 
     compute_bytes: of an element in the compute dtype.
     limits: bytes by tier.
-    stages: pipeline stages; this machine has its limits and one of so many shares of the layers.
+    ranks: machines of a pipeline, of which this one has its limits and 1 / ranks of the layers; not always whole,
+        because layers may not divide evenly.
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
@@ -187,7 +188,7 @@ class PlanningProblem:
     limits: Mapping[Tier, float]
     overlap: bool = True
     cpu_attention: bool = True
-    stages: float = 1
+    ranks: float = 1
     endless: bool = False
     max_batch_tokens: int = MAX_BATCH_TOKENS
     pins_host_memory: bool = True
@@ -195,8 +196,8 @@ class PlanningProblem:
     storage_dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.config.num_layers:
-            raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.stages} pipeline stages")
+        if not 1 <= self.ranks <= self.config.num_layers:
+            raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.ranks} pipeline stages")
 
     # --- The machine ---
     @cached_property
@@ -220,7 +221,8 @@ class PlanningProblem:
         return self.hardware.overlap if self.overlap else 0.0
 
     @cached_property
-    def compute_dtype(self) -> str:
+    def product_dtype(self) -> str:
+        """Key of the processor's rates of products in the compute dtype."""
         half = [name for name in self.hardware.compute_processor.matmul_flops if name != "float32"]
         return half[0] if self.compute_bytes == 2 and half else "float32"
 
@@ -229,9 +231,9 @@ class PlanningProblem:
         """Rate of products by rows of x."""
         curves = self.hardware.compute_processor.matmul_flops
         if self.multiplies_as_stored and self.precision.weights is None:
-            product = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.compute_dtype)
-            return curves.get(product, curves[self.compute_dtype])
-        return curves[self.compute_dtype]
+            product = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.product_dtype)
+            return curves.get(product, curves[self.product_dtype])
+        return curves[self.product_dtype]
 
     def capacity(self, tier: Tier) -> float:
         """Bytes of a tier that the machine has."""
@@ -241,7 +243,7 @@ class PlanningProblem:
         return float(hardware.cpu.memory_bytes if tier == "cpu" else hardware.disk.bytes)
 
     def largest_limit(self, tier: Tier) -> float:
-        """Bytes of a tier that leave the machine its margin; of the disk, all that is free."""
+        """Bytes of a tier that leave the machine its margin, on a disk the least one of what is free."""
         capacity = self.capacity(tier)
         return without_margin(capacity, capacity if tier != "disk" else 0)
 
@@ -348,7 +350,7 @@ class PlanningProblem:
     def offloads_only_experts(self) -> bool:
         """Whether the compute tier has room for half as much again as what every token needs."""
         always = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
-        return self.config.experts is not None and 1.5 * always / self.stages <= self.limits[self.compute_tier]
+        return self.config.experts is not None and 1.5 * always / self.ranks <= self.limits[self.compute_tier]
 
     @cached_property
     def head_elements(self) -> int:
@@ -438,13 +440,6 @@ class PlanningProblem:
             return pinned, pageable, link.pageable_to_cpu_bytes_s
         return pinned, pinned, link.to_cpu_bytes_s
 
-    def cache_store_rate(self, link: Link) -> float:
-        """Bytes per second of new keys and values to offloaded caches.
-
-        They are spread over their slots, from a buffer: another copy within the host, as of pageable memory.
-        """
-        return link.pageable_to_cpu_bytes_s
-
     @property
     def pinned_excess(self) -> float:
         """What caches and hidden states in host memory behind a link take beyond their bytes, as a share of them."""
@@ -454,7 +449,8 @@ class PlanningProblem:
         """Positions of a sequence's cache that a decode step fetches to the gpu.
 
         attended: that it attends to, on average.
-        stored: of a slot, all of which pinned memory is fetched with (`kv_cache.storage`).
+        stored: that its slot has. From half of them on, pinned memory is fetched whole: one copy without gaps is faster
+            (`kv_cache.storage`).
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
 
@@ -488,10 +484,10 @@ class PlanningProblem:
         config, work = self.config, self.compute_bytes
         vectors = self.storage.vector_bytes(work)
         beside = self._graph_bytes(vectors) if resident else self.ring_bytes + self.staging.experts
-        staging = affine(vectors / self.stages + beside)
+        staging = affine(vectors / self.ranks + beside)
         if not shape.schedule.is_single_pass:
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
-            staging += affine(sequences * sizes.window_bytes / self.stages)
+            staging += affine(sequences * sizes.window_bytes / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
         block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
         for tier, column in CACHE.items():
@@ -511,7 +507,7 @@ class PlanningProblem:
             return 0
         workspace = self.workspace
         weights = self.copies_bytes if self.copies_fit else self.stored_bytes
-        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.stages - vectors, GRAPH_ROWS[-1])
+        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.ranks - vectors, GRAPH_ROWS[-1])
         return workspace.graphs(rows).num_bytes if rows else 0
 
     @cached_property
@@ -532,4 +528,4 @@ class PlanningProblem:
             workspace.layer(prompt_tokens, int(workload.longest_prompt), 0),
             workspace.layer(int(decoding), 1, int(decoding * workload.longest)),
         )
-        return largest + 4 * MAX_PENDING_STORE_BYTES
+        return largest + MAX_TRANSFER_BYTES

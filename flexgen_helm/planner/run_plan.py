@@ -41,7 +41,7 @@ from flexgen_helm.planner.policy import ROW, ZIGZAG, Choices, Policy, Schedule, 
 from flexgen_helm.planner.search import Solution
 from flexgen_helm.planner.weight_placement import Placement
 
-# Divide the memory that a run finds free between its hidden states and its KV cache. No torch.
+# The free memory of a run is divided between its hidden states and its KV cache.
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class RunSize:
     """Size of a run.
 
     longest: positions of the longest sequence.
-    longest_decoded: the same of those sequences that have a cache of their own.
-    longest_steps: most decode steps of a sequence.
-    workload: lengths that the search plans for, of some requests at least; None without.
-    decodes: some sequence draws a second token, so that it has a cache; without, only shared prefixes have.
-    prompt_tokens: over all requests; a request with more completions than tokens counts its completions.
+    prompt_tokens: over all requests; a request counts one a completion if these are more than its tokens.
     max_early_stop_tokens: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
+    longest_decoded: positions of the longest sequence that decodes; 0 if none does.
+    longest_steps: most decode steps of a sequence.
+    decodes: some sequence draws a second token, so that it has a cache; without, only shared prefixes have.
+    workload: lengths that the search plans for, of some requests at least; None without.
     """
 
     longest: int
@@ -109,57 +109,53 @@ class RunMemory:
             left = 1.0 - sum(fractions.values())
         return {**fractions, "disk": max(0.0, left)}
 
-    def cache_room(self) -> dict[Tier, int]:
-        """Return the bytes of each tier that cache blocks may take beside everything else; raises as `limits`."""
-        return {tier: int(num_bytes) for tier, num_bytes in self._cache_room[0].items()}
-
     def limits(self) -> SchedulerLimits:
         """Derive what a pass may hold.
 
         Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one sequence.
         """
-        placement, policy, cache = self.placement, self.policy, self.cache
-        available, max_windows = self._cache_room
-        room = {tier: max(0.0, available[tier]) / share for tier, share in placement.cache.items() if share > 0}
-
+        placement, cache = self.placement, self.cache
+        room = {tier: max(0.0, self.cache_bytes[tier]) / share for tier, share in placement.cache.items() if share > 0}
+        max_windows = int(self._windows_bytes // cache.window_bytes) if self._windows_bytes else UNLIMITED
         fill_tokens = cache.fill_tokens
         memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
-            fill_tokens = 0  # memory runs out before the disk does, even with the worst page fill
-        pass_tokens = PASS_TOKENS
-        if self.schedule.is_single_pass:
-            pass_tokens = UNLIMITED
-        elif self.schedule.reads_once:
-            shares = placement.activations.items()
-            pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-            pass_tokens = max(1, int(pass_bytes / self.hidden_bytes))
-        block_sequences = self._staging[0]
-        if policy is not None:
-            batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
-            if self.is_searched and self._page_tokens:
-                max_sequences *= LONG_BLOCKS
-        elif placement.streams_weights:
-            batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
-            max_sequences = UNLIMITED
-        else:
-            batch_tokens = batch_sequences = BATCH_TOKENS
-            max_sequences = MAX_SEQUENCES[self._compute_tier]
-            if self._page_tokens:
-                max_sequences = max(max_sequences, LONG_MAX_SEQUENCES)
-        if not placement.streams_weights and placement.cache[self._compute_tier] == 1.0:
-            block_sequences = LARGE_BLOCK_SEQUENCES
+            fill_tokens = 0  # memory runs out before the disk does, even if every page on it holds a single token
+        batch_tokens, batch_sequences, max_sequences = self._batch_limits()
+        is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
             batch_tokens,
             batch_sequences,
             min(max_sequences, max_windows),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
-            pass_tokens=pass_tokens,
+            pass_tokens=self._pass_tokens(),
             page_tokens=self._page_tokens,
             slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
             max_windows=max_windows,
-            block_sequences=block_sequences,
+            block_sequences=LARGE_BLOCK_SEQUENCES if is_resident else self._staging[0],
         )
+
+    def _batch_limits(self) -> tuple[int, int, int]:
+        """Return the most tokens and sequences of a batch, and the most sequences that have a cache."""
+        policy = self.policy
+        if policy is not None:
+            blocks = LONG_BLOCKS if self.is_searched and self._page_tokens else 1
+            return MAX_BATCH_TOKENS, policy.gpu_batch_size, blocks * policy.block_size
+        if self.placement.streams_weights:
+            return STREAMED_BATCH_TOKENS, STREAMED_BATCH_TOKENS, UNLIMITED
+        least = LONG_MAX_SEQUENCES if self._page_tokens else 0
+        return BATCH_TOKENS, BATCH_TOKENS, max(least, MAX_SEQUENCES[self._compute_tier])
+
+    def _pass_tokens(self) -> int:
+        """Return the most prompt tokens that join a pass."""
+        if self.schedule.is_single_pass:
+            return UNLIMITED
+        if not self.schedule.reads_once:
+            return PASS_TOKENS
+        shares = self.placement.activations.items()
+        pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
+        return max(1, int(pass_bytes / self.hidden_bytes))
 
     @cached_property
     def _page_tokens(self) -> int:
@@ -217,26 +213,32 @@ class RunMemory:
         return waiting
 
     @cached_property
-    def _cache_room(self) -> tuple[dict[Tier, float], int]:
-        """Bytes of each tier for cache blocks, and how many residual windows have room besides."""
-        placement, cache, compute_tier = self.placement, self.cache, self._compute_tier
-        has_hidden = {tier: placement.activations[tier] > 0 for tier in TIERS}
-        available = {tier: self.free[tier] - (self._waiting_bytes[tier] if has_hidden[tier] else 0) for tier in TIERS}
-        available[compute_tier] -= self._staging[1]
-        max_windows = UNLIMITED
-        if cache.window_bytes and placement.cache[compute_tier] < 1:
-            # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
-            windows = max(available[compute_tier] / 2, cache.window_bytes)
-            available[compute_tier] -= windows
-            max_windows = int(windows // cache.window_bytes)
+    def _available(self) -> dict[Tier, float]:
+        """Bytes of each tier that waiting hidden states and staging leave; negative where they exceed it."""
+        waiting = {tier: self._waiting_bytes[tier] for tier, share in self.placement.activations.items() if share > 0}
+        staged = {self._compute_tier: self._staging[1]}
+        return {tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS}
+
+    @cached_property
+    def _windows_bytes(self) -> float:
+        """Bytes for residual windows of an offloaded cache, which stay on the compute tier: half of its room."""
+        if not self.cache.window_bytes or self.placement.cache[self._compute_tier] == 1:
+            return 0.0
+        return max(self._available[self._compute_tier] / 2, self.cache.window_bytes)
+
+    @cached_property
+    def cache_bytes(self) -> dict[Tier, float]:
+        """Bytes of each tier that cache blocks may take; raises as `limits`."""
+        compute_tier = self._compute_tier
+        found = {**self._available, compute_tier: self._available[compute_tier] - self._windows_bytes}
         for tier in TIERS:
-            if available[tier] < 0 and (tier == compute_tier or has_hidden[tier]):
-                missing = exact_size(math.ceil(-available[tier]))
+            if found[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
+                missing = exact_size(math.ceil(-found[tier]))
                 raise MemoryLimitError(
                     f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
                     f"{missing} more there: raise {limit_flag(tier)} or lower max_tokens"
                 )
-        return available, max_windows
+        return found
 
 
 # Shares of the cache in host memory that are tried where the planned tiers have no room for the largest request; the
@@ -361,7 +363,7 @@ def _plan(
         placement.cache,
         division.activation_fractions(),
         division.limits(),
-        division.cache_room(),
+        {tier: int(num_bytes) for tier, num_bytes in division.cache_bytes.items()},
     )
 
 

@@ -59,7 +59,7 @@ _NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
-# Blocks that take so many times as long as they may are not rounded: whole matrices change what the program says.
+# Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
 _SLACK = 0.25
 # The same for the points of a frontier.
 _FRONTIER_SLACK = 0.03
@@ -116,8 +116,8 @@ def search(
         ),
     )  # fmt: skip
     policy = as_placed(problem, best.policy)
-    named = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
-    return best if _is_late(named.prediction, max_latency) or not named.prediction.feasible else named
+    placed = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
+    return best if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible else placed
 
 
 def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
@@ -160,6 +160,7 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
     """
     workload = problem.workload
     room = sum(map(problem.usable, TIERS))
+    # Only hopeless shapes are left out here: of whose cache not even half has room.
     sequence_bytes = problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
     if workload.output == 1:
         sequence_bytes = 0.0
@@ -276,10 +277,12 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
     fractions, shape = candidate.fractions.copy(), candidate.costs.shape
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
     for attempt in range(1, _ATTEMPTS + 1):
-        # In hundredths of a percent, and no minus zero.
-        gpu_cpu = [abs(round(float(fractions[column]), 4)) for kind in range(3) for column in (3 * kind, 3 * kind + 1)]
-        pairs = [(gpu, min(cpu, 1.0 - gpu)) for gpu, cpu in zip(gpu_cpu[::2], gpu_cpu[1::2])]
-        policy = Policy(shape.gpu_batch_size, shape.num_gpu_batches, *(share for pair in pairs for share in pair))
+        shares: list[float] = []
+        for columns in COLUMNS.values():
+            # In hundredths of a percent, and no minus zero.
+            gpu, cpu = (abs(round(float(fractions[columns[tier]]), 4)) for tier in TIERS[:2])
+            shares += [gpu, min(cpu, 1.0 - gpu)]
+        policy = Policy(shape.gpu_batch_size, shape.num_gpu_batches, *shares)
         prediction = predict(problem, policy, shape.schedule)
         if prediction.feasible:
             return None if _is_late(prediction, max_latency) else Solution(policy, shape.schedule, prediction)
@@ -318,16 +321,24 @@ def _explain_infeasible(
     in_blocks = _quickest_seconds(problem, (ZIGZAG,), fixed)
     quickest = _quickest_seconds(problem, schedules, fixed) if has_all else in_blocks
     if quickest is not None and max_latency is not None:
-        late, raised = f"no block is done within {max_latency:g} s", "raise --max-latency"
+        late, advice = f"no block is done within {max_latency:g} s", "raise --max-latency"
         unit = 10.0 ** (math.floor(math.log10(quickest)) - 3)
         enough = f"{math.ceil(quickest / unit) * unit:.10g} s"  # rounded up, to four digits
         if not has_all:
-            return f"{late}: a single sequence takes {enough}; {raised}"
+            return f"{late}: a single sequence takes {enough}; {advice}"
         if in_blocks is not None and in_blocks <= max_latency:
-            raised = f"leave --schedule out, or {raised}"
-        return f"{late}: {everything} and takes {enough}; {raised}"
+            advice = f"leave --schedule out, or {advice}"
+        return f"{late}: {everything} and takes {enough}; {advice}"
     if has_all and in_blocks is None:
         shape, has_all = _smallest_block((ZIGZAG,)), False
+    short, words = _missing_memory(problem, shape)
+    if has_all:
+        return f"{everything}, whose hidden states and the weights need {short}: leave --schedule out, or {words}"
+    return f"even a block of one sequence needs {short}: {words}"
+
+
+def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, str]:
+    """Say how many bytes a block needs and has on the tier that misses most, and what helps."""
     costs = block_costs(problem, shape)
     fractions, missing = _least_missing(problem, costs)
     tier = max(TIERS, key=lambda tier: missing[tier])
@@ -344,32 +355,30 @@ def _explain_infeasible(
         short = f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is never split"
     advice = _suggestions(problem, shape, tier, missing)
     advice = ["take a smaller model"] if not advice else [*advice[:-1], f"{advice[-1]}, or take a smaller model"]
-    words = ", ".join(advice)
-    if has_all:
-        return f"{everything}, whose hidden states and the weights need {short}: leave --schedule out, or {words}"
-    return f"even a block of one sequence needs {short}: {words}"
+    return short, ", ".join(advice)
 
 
 def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missing: Mapping[Tier, int]) -> list[str]:
     """List what makes a block of one sequence fit, the most obvious first."""
 
     def raised(tiers: Iterable[Tier]) -> PlanningProblem:
-        highest = {name: max(problem.limits[name], problem.largest_limit(name)) for name in tiers}
-        return replace(problem, limits={**problem.limits, **highest})
+        limits = {name: max(problem.limits[name], problem.largest_limit(name)) for name in tiers}
+        return replace(problem, limits={**problem.limits, **limits})
 
     def fits(changed: PlanningProblem) -> bool:
         return any(_finish(changed, candidate) is not None for candidate in _solve(changed, shape))
 
     suggestions = []
+    raisable = [name for name in TIERS if problem.limits[name] < problem.largest_limit(name)]
+    highest = raised(raisable)
     # The tier that misses the most bytes first; they may fit another tier too.
     single = [limit_flag(name) for name in sorted(TIERS, key=lambda name: name != tier) if fits(raised([name]))]
-    raisable = [name for name in TIERS if problem.limits[name] < problem.largest_limit(name)]
     if single:
         suggestions.append(f"raise {' or '.join(single)}")
-    elif fits(raised(raisable)):
+    elif fits(highest):
         suggestions.append(f"raise {' and '.join(map(limit_flag, raisable))}")
     else:
-        still_missing = _least_missing(raised(raisable), block_costs(raised(raisable), shape))[1]
+        still_missing = _least_missing(highest, block_costs(highest, shape))[1]
         if not still_missing["gpu"] and not still_missing["cpu"]:
             needed = [limit_flag(name) for name in raisable if missing[name]]
             disk = "name a machine with a larger disk"
@@ -406,7 +415,7 @@ def _smallest_block(schedules: Sequence[Schedule]) -> BlockShape:
     return BlockShape(1, 1, schedules[0] if all(schedule.is_single_pass for schedule in schedules) else ZIGZAG)
 
 
-def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]]:
+def frontier_points(problem: PlanningProblem, num_points: int) -> list[dict[str, Any]]:
     """Search policies between the quickest block of one sequence and the best throughput: the paper's trade-off curve.
 
     Returns {latency_s of one block, tokens_per_s, policy, placement, policy_flag} by latency; each has more throughput
@@ -418,8 +427,8 @@ def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]
     quickest = min(slowest, _quickest_seconds(problem, AUTOMATIC, None) or slowest)
     solutions = [best]
     # Equal steps in the logarithm, because throughput grows ever more slowly with latency.
-    for number in range(count - 1):
-        limit = quickest * (slowest / quickest) ** (number / (count - 1))
+    for number in range(num_points - 1):
+        limit = quickest * (slowest / quickest) ** (number / (num_points - 1))
         try:
             solutions.append(search(problem, max_latency=limit * (1 + _FRONTIER_SLACK)))
         except MemoryLimitError:

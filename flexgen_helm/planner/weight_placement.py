@@ -3,8 +3,8 @@
 The rule of thumb:
 
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
-  On a host matrices in 16 bits are then there as stored too: products of a few rows read those. Where those of many
-  rows do so too, there are no copies.
+  A host keeps matrices in 16 bits as stored too: products of few rows read them. Where products of many rows can as
+  well, it keeps nothing else.
 - Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
@@ -26,6 +26,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import (
     COPIES_SHARE,
     TIERS,
+    UNLIMITED,
     Fractions,
     Machine,
     StorageSizes,
@@ -130,8 +131,8 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
         needed["cpu"] += loader_buffer_bytes(model)
     for tier in TIERS:
         if needed[tier] > limits[tier]:
-            if policy is None and left >= 0:  # weights that leave little room for a run, and cannot be streamed either
-                return resident
+            if policy is None and left >= 0:
+                return resident  # it leaves little room for a run, but the weights cannot be streamed either
             raise MemoryLimitError(
                 f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with their staging need "
                 f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
@@ -218,12 +219,12 @@ def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> No
         )
 
 
-# Where the weights of a model fit on a machine, without a plan of a run. No torch.
+# Where the rule of thumb leaves the weights of each model on a machine: for lists of models, which plan no run.
 
 Fit = Literal["in GPU memory", "in memory", "offloaded to disk", "too large for the memory", "too large for the disk"]
-# Of a published value, and of a value in the compute dtype: float32 on a CPU.
-_STORED_BYTES, _COMPUTE_DTYPES = 2, {"gpu": "float16", "cpu": "float32"}
-_BOUNDLESS = 1 << 62
+# Bytes of a published value.
+_STORED_BYTES = 2
+_COMPUTE_DTYPES = {"gpu": "float16", "cpu": "float32"}
 
 
 # Reads tensor sizes once; tunes of a model share them.
@@ -258,7 +259,7 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
     compute_tier: Tier = "gpu" if gpu else "cpu"
     storage = _storage(config, precision)
-    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
+    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
     machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
     # As `place_weights` decides; most models end here.
     if sum(sizes.values()) + _least_bytes(storage, machine.compute_bytes) <= machine.compute_limit:

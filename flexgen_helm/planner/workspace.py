@@ -19,7 +19,7 @@ from flexgen_helm.planner.placement import (
     HOST_UPCAST_ELEMENTS,
     KEPT_MASK_BYTES,
     MAX_BATCH_TOKENS,
-    MAX_PENDING_STORE_BYTES,
+    MAX_TRANSFER_BYTES,
     SAMPLED_ELEMENTS,
     Tier,
 )
@@ -158,7 +158,7 @@ class Workspace:
 
     def room_beside(self, limit: float) -> int:
         """Return what a limit leaves beside the workspace of a full batch, at least two thirds of it."""
-        full = self.layer(MAX_BATCH_TOKENS, BATCH_TOKENS, 0) + 4 * MAX_PENDING_STORE_BYTES
+        full = self.layer(MAX_BATCH_TOKENS, BATCH_TOKENS, 0) + MAX_TRANSFER_BYTES
         return int(limit - min(limit / 3, full))
 
     def graphs(self, rows: int) -> GraphMemory:

@@ -121,11 +121,11 @@ def _right(state: Mapping[str, Any]) -> list[str]:
 
 STATE_FILE, SPEC_FILE = "scenario_state.json", "run_spec.json"
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
-# Of an adapter spec: names of the model, which has one per precision, and the number of instances, which are compared.
-# Data sets of this project's scenarios: a run that asked for exactly as many instances has them all.
+# Instances of the data sets of this project's scenarios: a run that asked for exactly as many has them all.
 _SIZES = {"lambada": 5153, "wikitext": 62}
+# Entries of an adapter spec that may differ between runs of one comparison.
 _NOT_COMPARED = ("model", "model_deployment", "max_eval_instances")
-# An unescaped quote cannot stand inside a JSON string, so neither can these.
+# "instance" is the first key of a request state. No JSON string has an unescaped quote, so none contains these.
 _INSTANCE, _REQUEST = b'"instance": {', b'"request": {'
 
 
@@ -144,7 +144,7 @@ def read_instances(folder: Path) -> dict[str, str]:
 
 
 def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Return HELM's request states of instances without a perturbation; wanted: ids, all if None.
+    """Yield HELM's request states of instances without a perturbation; wanted: ids, all if None.
 
     Ends where the file is missing or damaged.
     """
@@ -155,7 +155,7 @@ def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[
 
 
 def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Return the instance and the JSON text, which is not parsed yet, of each request state."""
+    """Yield the instance and the JSON text, which is not parsed yet, of each request state."""
     decoder = json.JSONDecoder()
     with (folder / STATE_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = content.find(_INSTANCE)
@@ -182,7 +182,7 @@ def has_all_instances(folder: Path, scenario: str, num_instances: int) -> bool:
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:
-    """Name the settings that differ, with both values: '-m 4, now 10'; '' if none does."""
+    """Name the settings that differ, with both values: '-m 4, now 10', where `joint` is ', now '; '' if none does."""
     keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     return "; ".join(f"{_FLAGS.get(key, key)} {_shown(old.get(key))}{joint}{_shown(new.get(key))}" for key in keys)
 

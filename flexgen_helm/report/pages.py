@@ -85,6 +85,7 @@ class Section:
 class Page:
     """A page.
 
+    legend: how to read the tables.
     facts: what was run, on which machine, and when.
     headline: what it says in short, above all else.
     notes: sentences, without full stops, about what is missing.
@@ -93,7 +94,7 @@ class Page:
     """
 
     title: str
-    summary: str
+    legend: str
     sections: Sequence[Section]
     facts: Mapping[str, str]
     notes: Sequence[str] = ()
@@ -111,22 +112,23 @@ class Page:
         for section in self.sections:
             parts.append(f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else "")
             for table in section.tables:
-                parts.append("\n".join([table.title] * bool(table.title) + [tables.text(table, width)]))
+                text = tables.text(table, width)
+                parts.append(f"{table.title}\n{text}" if table.title else text)
             if section.notes:
                 parts.append("\n".join(fill(f"- {note}.", width) for note in section.notes))
-        if self.summary:
-            parts.append(fill(self.summary, width))
+        if self.legend:
+            parts.append(fill(self.legend, width))
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def to_markdown(self) -> str:
         """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline), self.summary]
+        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline), self.legend]
         parts.append("\n".join(f"- {label}: {fact}" for label, fact in self.facts.items()))
         parts += [f"- {note}." for note in self.notes]
         for section in self.sections:
             parts.append(f"## {section.title}")
             for table in section.tables:
-                parts += [f"### {table.title}"] * bool(table.title) + [tables.markdown(table)]
+                parts += [f"### {table.title}" if table.title else "", tables.markdown(table)]
             parts += [f"- {note}." for note in section.notes]
         return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -157,11 +159,10 @@ class Page:
 
 def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     """Build what `run` prints at its end: the scores of `runs`, which are in the suite's `folder`."""
-    title = f"{count(len(runs), 'run')} in {folder}"
     section = _scores_section(runs)
     # The last lines are those that a terminal shows: scenarios come after their runs.
     section = replace(section, tables=section.tables[::-1], notes=[*section.notes, *run_notes(runs)])
-    return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
+    return Page(f"{count(len(runs), 'run')} in {folder}: scores{_of_model(runs)}", "", [section], {})
 
 
 def suite_page(report: SuiteReport) -> Page:
@@ -175,12 +176,16 @@ def suite_page(report: SuiteReport) -> Page:
     scales = _scales(report.compared)
     for model in report.compared:
         notes = [*_verdicts(model), *(note for note in model.notes if note not in report.notes)]
-        title = f"Precisions of flexgen/{model.model}"
-        sections.append(_comparison_section(title, model, notes, scales))
+        sections.append(_comparison_section(f"Precisions of flexgen/{model.model}", model, notes, scales))
     sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
-    legend = _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else ""
-    links = {"Precisions compared": COMPARE_FILE}
-    return Page(f"Suite {report.suite}", legend, sections, _run_facts(report.runs), report.notes, links)
+    return Page(
+        f"Suite {report.suite}",
+        _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else "",
+        sections,
+        _run_facts(report.runs),
+        report.notes,
+        links={"Precisions compared": COMPARE_FILE},
+    )
 
 
 def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
@@ -188,7 +193,9 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     baseline, scales = models[0].baseline, _scales(models)
     sections, verdicts = [], []
     for model in models:
-        notes = [*model.notes, *[_DIVERGENCE_NOTE.format(baseline=baseline)] * bool(model.extras.get("divergence"))]
+        notes = list(model.notes)
+        if model.extras.get("divergence"):
+            notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
         sections.append(_comparison_section(f"flexgen/{model.model}", model, notes, scales))
         if model.verdicts:
             verdicts.append(f"flexgen/{model.model}: " * (len(models) > 1) + "; ".join(_verdicts(model)))
@@ -249,15 +256,19 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem,
     return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)
 
 
-def _scores_section(runs: Sequence[RunScores]) -> Section:
+def _of_model(runs: Sequence[RunScores]) -> str:
     models = {run.typed_model for run in runs}
-    title = f"Scores of {models.pop()}" if len(models) == 1 else "Scores"
+    return f" of {models.pop()}" if len(models) == 1 else ""
+
+
+def _scores_section(runs: Sequence[RunScores]) -> Section:
     levels = _levels(runs, tables.scores_table)
     notes = [_SCORES_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
     speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed["precision"]))
     rates = [f"{speed['precision']} {tables.tokens_per_s_text(speed)}" for speed in speeds if speed["latency_s"] > 0]
-    notes += [f"Tokens of prompts and answers per second: {', '.join(rates)}"] * bool(rates)
-    return Section(title, levels, notes)
+    if rates:
+        notes.append(f"Tokens of prompts and answers per second: {', '.join(rates)}")
+    return Section(f"Scores{_of_model(runs)}", levels, notes)
 
 
 def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]) -> list[Table]:
@@ -309,13 +320,13 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
         if (machine := record.get("hardware"))
     ]
     versions = [", ".join(map(" ".join, record.get("versions", {}).items())) for record in records]
-    # A run that only scores or continues texts has no decision in its record.
-    has_scored = any(run.prompts for run in runs) and any(
+    # Runs that only score or continue texts have no `prompts`. They are told apart where other runs have.
+    also_scored = any(run.prompts for run in runs) and any(
         "chat_template" in run.run and not run.prompts for run in runs
     )
     facts = {
         "model": _distinct(run.typed_model for run in runs),
-        "prompts": _distinct(run.prompts for run in runs if run.prompts) + "; scored ones unchanged" * has_scored,
+        "prompts": _distinct(run.prompts for run in runs if run.prompts) + "; scored ones unchanged" * also_scored,
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),

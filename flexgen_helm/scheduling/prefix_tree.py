@@ -195,7 +195,7 @@ def _sort(members: list[PrefixNode | int], prompts: Mapping[int, Prompt]) -> Non
     members.sort(key=lambda member: longest[member], reverse=True)
 
 
-# What it costs to share a beginning of prompts: one segment more, for a batch and for each of its tokens. No torch.
+# What it costs to share a beginning of prompts: one segment more, for a batch and for each of its tokens.
 
 # Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
 _SEGMENT_S = 1e-4

@@ -190,7 +190,7 @@ def make_sequences(
             # 1 where it branches: the last token is fed, but what follows it lives in the continuations.
             max_new_tokens=1 if branches else asked.max_tokens,
             num_draws=num_draws,
-            completion=first,
+            first_completion=first,
             num_continuations=num_draws if branches else 0,
             continuation_tokens=steps if branches else 0,
             needs_cache=asked.max_tokens > 1,

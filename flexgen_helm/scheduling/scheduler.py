@@ -24,7 +24,7 @@ from flexgen_helm.scheduling.sequence import (
     SequenceKind,
 )
 
-# Which sequences share a cache block, and how large the block is. No torch.
+# Which sequences share a cache block, and how large the block is.
 
 # A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share of the slots of a
 # block that is that large, or that was joined from two, is unused.

@@ -12,9 +12,9 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import Counter, abc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,9 @@ from flexgen_helm.request import Completion, Cost, FinishReason, GenerationReque
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
-# How tokens are drawn: parameters, and randomness that belongs to the request alone. No torch.
+Score = TypeVar("Score")
+
+# How tokens are drawn: parameters, and randomness that belongs to the request alone.
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ class CompletionState:
             return None
         if self._forced_from is None and tracker.is_thinking and tracker.num_thinking_tokens >= thinking.budget:
             self._forced_from = self.num_drawn
-        step = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
+        if self._forced_from is None:
+            return None
+        step = self.num_drawn - self._forced_from
         return thinking.end_ids[step] if step < len(thinking.end_ids) else None
 
     def push(self, drawn: DrawnToken, eos_ids: Collection[int]) -> bool:
@@ -108,6 +112,7 @@ class CompletionState:
         token, logprob, top = drawn
         self.num_drawn += 1
         if token in eos_ids and not self._request.ignore_eos:
+            # `finish` says whether text that seemed to be thinking has a stop string.
             self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "endoftext"
             return True
         self._ids.append(token)
@@ -121,14 +126,12 @@ class CompletionState:
         return self.finish_reason is not None
 
     def result(self) -> Completion:
-        reason = self.finish_reason or "length"
+        reason, logprobs, top = self.finish_reason or "length", tuple(self._logprobs), tuple(self._top)
         if self._matcher is None:
-            ids, logprobs, top = tuple(self._ids), tuple(self._logprobs), tuple(self._top)
-            return Completion("", ("",) * len(ids), ids, logprobs, reason, top)
+            return Completion("", ("",) * len(self._ids), tuple(self._ids), logprobs, reason, top)
         kept = self._matcher.result()
         count = len(kept.tokens)
-        logprobs, top = tuple(self._logprobs[:count]), tuple(self._top[:count])
-        return Completion(kept.text, kept.tokens, kept.token_ids, logprobs, reason, top)
+        return Completion(kept.text, kept.tokens, kept.token_ids, logprobs[:count], reason, top[:count])
 
 
 class Request:
@@ -176,30 +179,23 @@ class Request:
         self._batch_size = max(self._batch_size, batch_size)
 
     def results(self) -> list[GenerationResult]:
-        """Return one result for each index; the cost is split evenly among them."""
+        """Return one result for each index; what was computed is split evenly, and tokens count for each."""
         request = self.request
         asked = tuple(self.tokens[self.num_context :])
         if self.error is not None:
             return [GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.indices]
-        done = [completion.result() for completion in self.completions]
-        if not done:
-            done = [Completion("", (), (), (), "length")]
+        done = [completion.result() for completion in self.completions] or [Completion("", (), (), (), "length")]
         completions = done * request.n if len(done) == 1 else done
         logprobs = None
         if request.echo_logprobs:
-            #  tokens    a b c d        scores[i] is the log-probability of tokens[i + 1]
-            #  scores      1 2 3
-            scores = [score for sequence in self.scored for score in sequence.prompt_logprobs]
-            logprobs = (None, *scores)[self.num_context :] if asked else ()
+            logprobs = self._of_prompt(score for sequence in self.scored for score in sequence.prompt_logprobs)
         greedy = None
         if request.echo_greedy:
-            ranked = [is_greedy for sequence in self.scored for is_greedy in sequence.prompt_greedy]
-            greedy = (None, *ranked)[self.num_context :] if asked else ()
-        top: tuple[TopLogprobs | None, ...] | None = None
+            greedy = self._of_prompt(ranked for sequence in self.scored for ranked in sequence.prompt_greedy)
+        top = None
         if request.echo_logprobs and (count := request.top_logprobs):
             # A shared prefix has as many as the user who wants most.
-            found = [most[:count] for sequence in self.scored for most in sequence.prompt_top]
-            top = (None, *found)[self.num_context :] if asked else ()
+            top = self._of_prompt(ranked[:count] for sequence in self.scored for ranked in sequence.prompt_top)
         share = 1.0 / len(self.indices)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
@@ -215,6 +211,10 @@ class Request:
             batch_size=self._batch_size,
         )
         return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top) for _ in self.indices]
+
+    def _of_prompt(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
+        """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the first has none."""
+        return (None, *scores)[self.num_context : len(self.tokens)]
 
 
 class SequenceKind(enum.Enum):
@@ -267,10 +267,11 @@ class Sequence:
     prompt_len: tokens of the prompt (0 for a continuation, which begins with a drawn token).
     start: absolute position of tokens[0].
     prefixes: sequences whose whole cache precedes this one's, outermost first.
-    max_new_tokens: tokens that may follow the prompt in this sequence.
+    max_new_tokens: tokens that may follow the prompt in this sequence; 1 for a shared prefix, so that its last token is
+        computed.
     num_draws: tokens to draw from the last position: 1, or 0 where only scores are wanted, or one for each
         completion of a prompt.
-    completion: index of the first completion that it draws for.
+    first_completion: index of the first completion that it draws for.
     num_continuations, continuation_tokens: sequences that may branch off this prompt, and the cache positions that
         each of them may come to need; 0 where it decodes in place.
     needs_cache: whether later tokens attend to this sequence.
@@ -282,7 +283,7 @@ class Sequence:
     block, slot: where its cache lies, while it has one.
     prompt_logprobs, prompt_greedy, prompt_top: the scores, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
-    length_group: answers of one group are expected to become equally long (`AnswerLengths`); None: it never ends early.
+    length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it never ends early.
     is_recomputed: it was preempted, and its tokens so far are computed again.
     """
 
@@ -294,7 +295,7 @@ class Sequence:
     prefixes: tuple[Sequence, ...] = ()
     max_new_tokens: int = 0
     num_draws: int = 0
-    completion: int = 0
+    first_completion: int = 0
     num_continuations: int = 0
     continuation_tokens: int = 0
     needs_cache: bool = False
@@ -366,7 +367,7 @@ class Sequence:
         """Return how the next tokens are drawn, one for each completion that it draws for."""
         if not self.num_draws:
             return []
-        drawn = self.request.completions[self.completion : self.completion + self.num_draws]
+        drawn = self.request.completions[self.first_completion : self.first_completion + self.num_draws]
         return [completion.next_sampling(self.request.tokens) for completion in drawn]
 
     def preempt(self) -> None:
@@ -398,7 +399,7 @@ class Batch:
         return sum(item.count for item in self.scheduled)
 
 
-# Predict answer lengths and the cache that they need, from a rate learnt from the run. No torch.
+# Predict answer lengths and the cache that they need, from a rate learnt from the run.
 
 Array = NDArray[np.float64]
 
@@ -415,21 +416,22 @@ class AnswerLengths:
     """
 
     def __init__(self) -> None:
-        self._drawn: Counter[int] = Counter()
-        self._ended: Counter[int] = Counter()
+        self._drawn = Counter[int | None]()
+        self._ended = Counter[int | None]()
 
     def count_token(self, group: int | None) -> None:
         """Count a token that was drawn."""
-        if group is not None:
-            self._drawn[group] += 1
+        self._drawn[group] += 1
 
     def count_end(self, group: int | None) -> None:
         """Count an answer that ended before `max_tokens`."""
-        if group is not None:
-            self._ended[group] += 1
+        self._ended[group] += 1
 
     def end_rate(self, group: int | None) -> float:
-        """Return the probability that a running answer ends at its next token."""
+        """Return the probability that a running answer ends at its next token.
+
+        It begins as if one answer had ended after half of `max_tokens`.
+        """
         if group is None:
             return 0.0
         return min(1.0, (self._ended[group] + 1) / (self._drawn[group] + group / 2))
@@ -483,12 +485,18 @@ class Forecast:
         return float(np.max(self._mean + mean + np.sqrt(self._variance + variance)))
 
     def _moments(self, demand: CacheDemand) -> tuple[Array, Array]:
+        """Return mean and variance of a block's positions, by pass.
+
+        A sequence with end rate r still runs at pass t with probability p = (1 - r)^t, and 0 once its tokens are used
+        up. Its slot then has s positions: means are sums of p s, variances of p (1 - p) s^2.
+        """
         if not demand.remaining:
             return np.full(len(self._passes), float(demand.constant)), np.zeros(len(self._passes))
         remaining = np.array(demand.remaining, dtype=np.float64)[:, None]
         rates = np.minimum(np.array(demand.end_rates), _LARGEST_RATE)[:, None]
         running = np.exp(self._passes * np.log1p(-rates)) * (self._passes <= remaining)
         most = float(remaining.max())
+        # Slots grow by pages, and at last to the longest sequence's end.
         slot = np.ceil((demand.tokens + self._passes) / self._page_tokens) * self._page_tokens
         slot = np.minimum(slot, demand.tokens + most) + self._slot_overhead
         return demand.constant + (running * slot).sum(0), (running * (1 - running) * slot**2).sum(0)

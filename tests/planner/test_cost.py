@@ -16,7 +16,7 @@ from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape, fraction_vector
+from flexgen_helm.planner.problem import WD, BlockShape, fraction_vector
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.planning_problems import config
 
@@ -124,16 +124,16 @@ def test_every_scored_token_passes_the_head():
 
 def test_stages_share_the_layers_and_prefill_waits_for_the_pipeline():
     policy = Policy(16, 4, 0, 1, 0, 1, 0, 1)
-    one, four = (predict(flexgen(stages=stages), policy, ZIGZAG, rounded=False) for stages in (1, 4))
+    one, four = (predict(flexgen(ranks=ranks), policy, ZIGZAG, rounded=False) for ranks in (1, 4))
     # Each of four lanes has a batch. A stage reads its quarter of the weights for every lane.
     lane = predict(flexgen(), Policy(16, 1, 0, 1, 0, 1, 0, 1), ZIGZAG, rounded=False)
     assert four.prefill_s == pytest.approx(lane.prefill_s / 4 * 7)
     assert four.decode_s == pytest.approx(lane.decode_s / 4 * 4)
-    row = predict(flexgen(stages=4), policy, ROW, rounded=False)
+    row = predict(flexgen(ranks=4), policy, ROW, rounded=False)
     assert (row.prefill_s, row.decode_s) == pytest.approx((four.prefill_s, four.decode_s))
     assert four.memory["cpu"].peak < 0.3 * one.memory["cpu"].peak
     with pytest.raises(UsageError, match="48 layers"):
-        flexgen(stages=49)
+        flexgen(ranks=49)
 
 
 def on_machine(name, model="llama-3.1-8b", prompt=512, output=32, count=64, **more):
@@ -180,6 +180,21 @@ def test_a_cache_in_host_memory_is_fetched_with_whole_slots():
     shape, on_host = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
     expected = problem.kv_elements * 32 * 180 * 2 / problem.hardware.link.to_gpu_bytes_s
     assert float(block_costs(problem, shape).decode["to_gpu"] @ on_host) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("ring, passes", [(1 << 20, 8), (1 << 40, 1)])
+def test_a_layer_larger_than_the_ring_is_transferred_for_every_batch(ring, passes):
+    class WithRing(PaperProblem):
+        ring_bytes = ring
+
+    def read_s(access_s):
+        machine = replace(T4, disk=replace(T4.disk, access_s=access_s))
+        problem = WithRing(
+            config("llama-3.1-8b"), machine, Workload.uniform(64, 32, 64), FP16, compute_bytes=2, limits=ROOMY
+        )
+        return block_costs(problem, BlockShape(8, 8, ZIGZAG)).decode["disk_read"][WD]
+
+    assert read_s(1.0) - read_s(0.0) == pytest.approx(7 * 32 * passes), "7 matrices of 32 layers, 8 batches"
 
 
 def test_plans_leave_room_for_what_pinned_regions_have_beyond_caches():

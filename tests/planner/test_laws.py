@@ -195,7 +195,7 @@ def least_seconds(problem, policy):
         seconds.append(passes * (streamed["cpu"] + streamed["disk"]) / hardware.link.to_gpu_bytes_s)
     tokens = workload.num_sequences * (workload.computed + workload.output - 1)
     heads = workload.output_tokens * config.head_flops_per_token
-    rate = hardware.compute_processor.matmul_flops[problem.compute_dtype].best
+    rate = hardware.compute_processor.matmul_flops[problem.product_dtype].best
     seconds.append((config.linear_flops_per_token * tokens + heads) / rate)
     return max(seconds)
 

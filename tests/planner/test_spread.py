@@ -35,7 +35,7 @@ def test_a_measured_machine_is_surer_after_a_run():
     assert spread_of(MEASURED) == NEW
     assert spread_of(replace(MEASURED, decode_share=0.7)) == spread_of(replace(MEASURED, prefill_share=0.7)) == LEARNT
     assert spread_of(replace(MEASURED, sources={"everything": "a friend"})) == DATA_SHEET
-    assert spread_of(MEASURED, stages=2) == spread_of(T4, stages=4) == PIPELINE
+    assert spread_of(MEASURED, ranks=2) == spread_of(T4, ranks=4) == PIPELINE
 
 
 def test_a_longer_time_is_a_lower_rate():
