@@ -99,7 +99,13 @@ def bench(
     from flexgen_helm.benchmarks import KNOWN, Options, load
 
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
-    given = {"--tasks": tasks, "--peers": peers, "--chat": chat, "--python": python, "--reference": reference}
+    given: dict[str, object] = {
+        "--tasks": tasks,
+        "--peers": peers,
+        "--chat": chat,
+        "--python": python,
+        "--reference": reference,
+    }
     given |= {"--table": table, "--measure": measure, "--prompt-len": prompt_len, "--gen-len": gen_len}
     for flag, value in given.items():
         if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
