@@ -105,13 +105,11 @@ def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) ->
     num_sharers: processes that share what the machine has free, this one included.
     """
     memory = host_memory()
-    free_disk = shutil.disk_usage(existing_folder(folder)).free
     _warn_beyond("cpu", limits.cpu, memory.available)
-    _warn_beyond("disk", limits.disk, free_disk)
     capacities: dict[Tier, int] = {
         "gpu": 0,
         "cpu": without_margin(memory.available, memory.total) // num_sharers,
-        "disk": without_margin(free_disk, 0) // num_sharers,
+        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
     return {tier: capacities[tier] if (limit := getattr(limits, tier)) is None else limit for tier in TIERS}
 
