@@ -114,7 +114,9 @@ def _candidates(home: Path, offload: Path) -> Iterator[tuple[Path, Kind]]:
     for folder, pattern, kind in patterns:
         for path in folder.glob(pattern):
             is_rest = path.name.startswith(".")
-            if not path.is_symlink() and (kind == "conversion" or not is_rest):
+            if path.is_symlink() or path.suffix == ".lock":
+                continue
+            if kind == "conversion" or not is_rest:
                 yield path, "rest of a dead conversion" if is_rest else kind
     for folder in (home / "models", offload):
         for path in folder.glob(".*.removed"):

@@ -44,6 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (home / name).mkdir(parents=True)
         (home / name / "file").write_bytes(bytes(size))
     (home / "hashes.json").write_text("{}")
+    (home / "models/tiny.lock").touch()
     (home / "logs").mkdir()
     (home / "logs" / "run.log").write_text("")
     (tmp_path / "elsewhere").mkdir()
