@@ -301,6 +301,9 @@ def test_what_others_downloaded_by_a_branch_is_its_commit(hub):
     for revision in (None, "main", COMMIT):
         assert cached_snapshot("org/repo", revision) == snapshot
     assert cached_snapshot("org/repo", "v2") is None
+    for damage in ("", "*", "/elsewhere", "../../elsewhere"):
+        (snapshot.parents[1] / "refs" / "v2").write_text(damage)
+        assert cached_snapshot("org/repo", "v2") is None
 
 
 def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, monkeypatch):
