@@ -19,8 +19,10 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
+from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from tests.helpers.forks import python
+from tests.helpers.offload import tiers_of
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import small_disk
 
@@ -373,3 +375,20 @@ def test_files_that_cannot_be_deleted_any_more_end_no_run(tmp_path, monkeypatch)
     assert [path.suffix for path in tmp_path.glob("run-*")]
     OffloadDirectory(tmp_path).close()
     assert not [*tmp_path.glob("run-*")]
+
+
+@pytest.mark.parametrize("columns", [3, 96, 40_000], ids=["several rows a page", "a few", "rows of many pages"])
+def test_looked_up_rows_are_the_tables_and_far_ones_are_read_alone(tmp_path, columns):
+    table = torch.randn(12_000_000 // columns, columns).to(torch.float16)
+    file = DirectFile(tmp_path / "table", aligned(8 + table.nbytes), create=True)
+    padded = pages(8 + table.nbytes)
+    padded[8 : 8 + table.nbytes] = table.flatten().view(torch.uint8)
+    file.write(0, padded)
+    tiers = tiers_of(tmp_path / "offload")
+    matrix = DiskMatrix(tiers, file, tuple(table.shape), table.dtype, offset=8)
+    few = torch.tensor([len(table) - 1, 0, len(table) // 2, 0])
+    for rows in (few, torch.randint(len(table), (2_000,)), torch.arange(len(table) - 5, len(table))):
+        assert torch.equal(matrix.gather(rows), table[rows])
+    tiers.stats.reset()
+    matrix.gather(few)
+    assert tiers.stats.bytes()["disk_to_cpu"]["weights"] == 3 * columns * 2
