@@ -42,8 +42,8 @@ from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.process_state import GRAPHS, exact_products, switched_off
 from flexgen_helm.hardware.threads import ThreadGovernor
-from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.products import compute_dtype
+from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
@@ -403,7 +403,7 @@ class Engine:
         profile = EngineProfile(capacities, folder, options, model.link)
         dtype = str(self._dtype).removeprefix("torch.")
         as_stored = None
-        if model.compute_tier == "cpu" and has_amx():
+        if model.compute_tier == "cpu" and multiplies_as_stored(model.checkpoint.storage_dtype):
             as_stored = str(model.checkpoint.storage_dtype).removeprefix("torch.")
         machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)

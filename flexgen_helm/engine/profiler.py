@@ -24,10 +24,10 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
-from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
 from flexgen_helm.kernels.layer_rows import put_rows
 from flexgen_helm.kernels.products import linear, linear_as_stored
+from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 from flexgen_helm.models.config import layer_stage
@@ -81,7 +81,7 @@ def measure(folder: Path) -> HardwareProfile:
 
 def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
 
-    reads_16_bits = device.type == "cpu" and has_amx()
+    reads_16_bits = device.type == "cpu" and multiplies_as_stored(torch.float16)
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
     attention, reading = _attention_rates(device, kind)
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)

@@ -68,11 +68,6 @@ def has_amx() -> bool:
     return _loops() is not None
 
 
-def multiplies_as_stored(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    """Return whether products of many rows with a matrix [outputs, width] on the host are by this unit."""
-    return _takes(dtype, outputs, width) and has_amx()
-
-
 def product_bytes(width: int) -> int:
     """Return the most bytes that a product with a matrix of this width takes besides its operands, on all threads."""
     module, threads = _loops(), torch.get_num_threads()

@@ -11,7 +11,6 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
@@ -26,8 +25,8 @@ from flexgen_helm.kernels.emit import (
     call_llvm,
     done,
     floats,
+    half_to_float,
     integers,
-    ir_expression,
     ir_statement,
     load,
     multiply_add,
@@ -216,11 +215,6 @@ def _turn_out(builder: Any, source: Any, factors: Any, addresses: Any, offset: A
         store(builder, column, builder.add(row, offset), 4)
 
 
-_half = ir_expression(
-    lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT), types.float32(types.uint16)
-)
-
-
 @njit
 def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any, Any]:
     """Return where rows are in float32, and the bytes of a row; those of 16 bits are written to target [rows, size]."""
@@ -231,7 +225,7 @@ def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any,
         wide = target[number]
         if CONVERTS_HALVES and kind == FLOAT16:
             for i in range(len(wide)):
-                wide[i] = _half(bits[i])
+                wide[i] = half_to_float(bits[i])
         else:
             for i in range(len(wide)):
                 wide[i] = np.int32(np.int32(bits[i]) << np.int32(16)).view(np.float32)

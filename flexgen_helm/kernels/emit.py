@@ -137,6 +137,11 @@ _call = ir_expression(
     types.int32(int64),
 )
 
+# A 16-bit number of IEEE as float32, where the processor converts it.
+half_to_float = ir_expression(
+    lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT), types.float32(types.uint16)
+)
+
 
 @njit
 def floats(address: Any, count: Any) -> Any:

@@ -1,42 +1,52 @@
-"""The product of a few rows with a matrix in 16 bits, compiled (`few_rows`)."""
+"""The product of rows with a matrix as it rests, compiled (`multiply`).
+
+A result depends on its row of x and its row of the matrix alone, whatever rows there are and however many threads: its
+sums are those of each lane of a vector over the width, then of the lanes, then of the columns that fill no vector.
+"""
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import Any
 
+import numba
+import numpy as np
 from llvmlite import ir
 
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
-    FLOAT,
     HAS_AVX512,
+    INT32,
     INT64,
     LANES,
     VECTOR,
     Loop,
-    call_llvm,
     done,
+    floats,
+    half_to_float,
     ir_statement,
     load,
     multiply_add,
+    njit,
     operands,
     part_of_thread,
+    pointer,
     prefetch,
     store,
     widen,
 )
-from flexgen_helm.kernels.team import BFLOAT16, FLOAT16
+from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 
-# Rows of x and of the weight in one tile of `few_rows`: its sums, and what they are made of, stay in registers.
+# Rows of x and of the matrix in one tile: its sums, and what they are made of, stay in registers.
 TILE_ROWS, TILE_OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
+# Bytes of the rows of x that are multiplied before the matrix is read again: they stay in a cache.
+_PASS_BYTES = 1 << 19
+_KINDS = (BFLOAT16, FLOAT16, FLOAT32) if CONVERTS_HALVES else (BFLOAT16, FLOAT32)
 
 
-@ir_statement(
-    (BFLOAT16, FLOAT16) if CONVERTS_HALVES else (BFLOAT16,), tuple(range(1, TILE_ROWS + 1)), (1, TILE_OUTPUTS)
-)
+@ir_statement(_KINDS, tuple(range(1, TILE_ROWS + 1)), (1, TILE_OUTPUTS))
 def _product(builder: Any, kind: int, rows: int, outputs: int, *operands: Any) -> None:
-    """The product of some rows of x with some rows of a 16-bit matrix: y[i, j] = x[i] · w[j]."""
+    """The product of some rows of x with some rows of a matrix over whole vectors: y[i, j] = x[i] · w[j]."""
     x, x_row, w, w_row, width, y, y_row = operands
     x_rows = [builder.add(x, builder.mul(x_row, INT64(i))) for i in range(rows)]
     w_rows = [builder.add(w, builder.mul(w_row, INT64(j))) for j in range(outputs)]
@@ -46,10 +56,12 @@ def _product(builder: Any, kind: int, rows: int, outputs: int, *operands: Any) -
     column = builder.phi(INT64)
     column.add_incoming(INT64(0), before)
     sums = [[builder.phi(VECTOR) for _ in range(outputs)] for _ in range(rows)]
-    in_16_bits, in_32_bits = builder.mul(column, INT64(2)), builder.mul(column, INT64(4))
-    weights = [widen(builder, builder.add(row, in_16_bits), kind == BFLOAT16) for row in w_rows]
+    in_32_bits = builder.mul(column, INT64(4))
+    in_matrix = in_32_bits if kind == FLOAT32 else builder.mul(column, INT64(2))
+    at = [builder.add(row, in_matrix) for row in w_rows]
+    weights = [load(builder, x, VECTOR, 4) if kind == FLOAT32 else widen(builder, x, kind == BFLOAT16) for x in at]
     # The rows of the next tile: the processor's own prefetcher stops at the end of a page.
-    ahead = builder.add(in_16_bits, builder.mul(w_row, INT64(outputs)))
+    ahead = builder.add(in_matrix, builder.mul(w_row, INT64(outputs)))
     for row in w_rows:
         prefetch(builder, builder.add(row, ahead))
     values = [load(builder, builder.add(row, in_32_bits), VECTOR, 4) for row in x_rows]
@@ -64,30 +76,72 @@ def _product(builder: Any, kind: int, rows: int, outputs: int, *operands: Any) -
     column.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
     builder.position_at_end(behind)
-    for i, j in ((i, j) for i in range(rows) for j in range(outputs)):
-        zero = ir.Constant(FLOAT, 0.0)
-        total = call_llvm(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", FLOAT, zero, results[i][j])
-        total.fastmath.add("reassoc")
-        target = builder.add(builder.add(y, builder.mul(y_row, INT64(i))), INT64(4 * j))
-        store(builder, total, target, 4)
+    totals, numbers = _totals(builder, list(chain(*results)))
+    for i in range(rows):
+        lanes = ir.Constant(ir.VectorType(INT32, outputs), [numbers.index(i * outputs + j) for j in range(outputs)])
+        row = builder.shuffle_vector(totals, totals, lanes)
+        store(builder, row, builder.add(y, builder.mul(y_row, INT64(i))), 4)
+
+
+def _totals(builder: Any, vectors: list[Any]) -> tuple[Any, list[int]]:
+    """Return a vector with the sum of each of some vectors, and which one's sum a lane has.
+
+    Each step adds the halves of groups of lanes, and keeps the results of two vectors in one.
+    """
+    numbers, size = [[number] for number in range(len(vectors))], LANES
+    while size > 1:
+        size //= 2
+        low = [lane for lane in range(2 * LANES) if not lane & size]
+        masks = [ir.Constant(ir.VectorType(INT32, LANES), [lane + add for lane in low]) for add in (0, size)]
+        firsts = range(0, len(vectors), 2)
+        pairs = [(vectors[i], vectors[min(i + 1, len(vectors) - 1)]) for i in firsts]
+        numbers = [numbers[i] + numbers[min(i + 1, len(vectors) - 1)] for i in firsts]
+        vectors = [builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+    return vectors[0], numbers[0]
+
+
+@njit
+def _add_rest(kind: Any, x: Any, w: Any, whole: Any, width: Any, y: Any) -> None:
+    """y += x · w over the columns behind the whole vectors; y = x · w where there is none."""
+    values, total = floats(x, width), floats(y, 1)
+    if whole == 0:
+        total[0] = 0
+    for column in range(whole, width):
+        if kind == FLOAT32:
+            weight = floats(w, width)[column]
+        else:
+            bits = numba.carray(pointer(w), width, np.uint16)[column]
+            if CONVERTS_HALVES and kind == FLOAT16:
+                weight = half_to_float(bits)
+            else:
+                weight = np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
+        total[0] += values[column] * weight
 
 
 @Loop
-def few_rows(address: Any) -> None:
-    """y = x w^T for x [T, width] in float32 and w [outputs, width] in 16 bits.
+def multiply(address: Any) -> None:
+    """y = x w^T for x [T, width] in float32 and w [outputs, width].
 
-    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, width (whole
-    vectors).
+    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, width.
     """
     part, parts = part_of_thread(address)
     kind, x, x_row, w, w_row, y, y_row, count, outputs, width = operands(address, 10)
+    whole, pass_rows = width // LANES * LANES, max(16, _PASS_BYTES // (16 * width) * 4)
     tiles = (outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
-    first, last = tiles * part // parts, tiles * (part + 1) // parts
-    for tile in range(first * TILE_OUTPUTS, min(last * TILE_OUTPUTS, outputs), TILE_OUTPUTS):
-        step = TILE_OUTPUTS if tile + TILE_OUTPUTS <= outputs else 1
-        for row in range(0, count, TILE_ROWS):
-            rows = min(TILE_ROWS, count - row)
-            for output in range(tile, min(tile + TILE_OUTPUTS, outputs), step):
-                target = y + row * y_row + 4 * output
-                _product((kind, rows, step, x + row * x_row, x_row, w + output * w_row, w_row, width, target, y_row))
+    begin, end = tiles * part // parts * TILE_OUTPUTS, min(tiles * (part + 1) // parts * TILE_OUTPUTS, outputs)
+    for first_row in range(0, count, pass_rows):
+        last_row = min(count, first_row + pass_rows)
+        for tile in range(begin, end, TILE_OUTPUTS):
+            step = TILE_OUTPUTS if tile + TILE_OUTPUTS <= outputs else 1
+            for row in range(first_row, last_row, TILE_ROWS):
+                rows = min(TILE_ROWS, last_row - row)
+                for output in range(tile, min(tile + TILE_OUTPUTS, end), step):
+                    at, matrix, target = x + row * x_row, w + output * w_row, y + row * y_row + 4 * output
+                    if whole:
+                        _product((kind, rows, step, at, x_row, matrix, w_row, whole, target, y_row))
+                    if whole < width:
+                        for i in range(rows):
+                            for j in range(step):
+                                to = target + i * y_row + 4 * j
+                                _add_rest(kind, at + i * x_row, matrix + j * w_row, whole, width, to)
     done(address, part)

@@ -25,9 +25,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import amx_matmuls
-from flexgen_helm.kernels.few_rows import MOST_ROWS_BESIDE_COPY, few_rows_matmul
 from flexgen_helm.kernels.layer_rows import add_bias
-from flexgen_helm.kernels.products import column_major
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -73,7 +71,6 @@ class Weight:
     resident: on the compute device; None if it is offloaded.
     offloaded: None if it is resident.
     expert: the expert whose matrix it is, if that is offloaded.
-    stored: a 16-bit copy kept on the host for products of a few rows, beside `resident` in the compute dtype.
     """
 
     rows: int
@@ -82,7 +79,6 @@ class Weight:
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
     expert: str | None = None
-    stored: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -291,21 +287,12 @@ class TieredWeights:
             self._claim(device_tier, "weights", loader.num_bytes(name))
             return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
         dtype = torch.float32 if self._config.has_float32(name) else self.dtype
-        copy_bytes, is_table = prod(shape) * dtype.itemsize, _is_table(name)
-        self._claim(device_tier, "weights", copy_bytes)
-        is_multiplied = len(shape) > 1 and (not is_table or (self._config.tied_head and self._config.has_head))
-        stored: Tensor | None = None
+        self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
         if fmt is not None:
             copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self.dtype)
-        elif is_multiplied and device_tier == "cpu" and loader.num_bytes(name) < copy_bytes:
-            self._claim("cpu", "weights", loader.num_bytes(name))
-            stored = loader.to_device(name)
-            copy = stored.to(dtype)
         else:
             copy = loader.to_device(name, dtype)
-        # Rows of a table are looked up, also where it is the head.
-        copy = column_major(copy) if is_multiplied and not is_table else copy
-        return Weight(shape[0], shape[-1], None, copy, stored=stored)
+        return Weight(shape[0], shape[-1], None, copy)
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         tiers, prefetcher = self._tiers, self._prefetcher
@@ -398,10 +385,6 @@ class _StageView(StageWeights):
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
         fmt, out_size = weight.fmt, weight.rows
         if weight.resident is not None:
-            if weight.stored is not None:
-                y = few_rows_matmul(x, weight.stored, bias, MOST_ROWS_BESIDE_COPY)
-                if y is not None:
-                    return y
             return tiled_linear(x, weight.resident, bias, fmt, out_size)
         if weight.expert is not None:
             assert self._weights.streamer is not None

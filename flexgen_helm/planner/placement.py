@@ -59,15 +59,6 @@ class StorageSizes:
         """Values of all matrices."""
         return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) > 1)
 
-    def bytes_with_copies(self, compute_bytes: int, on_host: bool) -> int:
-        """Bytes of all matrices in the compute dtype, and on a host of those in 16 bits as stored beside them."""
-        copies = self.num_values * compute_bytes
-        if not on_host or compute_bytes == self.element_bytes:
-            return copies
-        shapes = tensor_shapes(self.config)
-        # Quantized matrices have fewer bytes than their elements.
-        return copies + sum(n for name, n in self.matrices.items() if n == self.element_bytes * prod(shapes[name]))
-
     def vector_bytes(self, compute_bytes: int) -> int:
         """Bytes of all vectors: on the compute tier, in elements of `compute_bytes` or in float32."""
         values, in_float32 = self._vector_values
@@ -418,8 +409,8 @@ class Machine:
     compute_dtype: of products and hidden states.
     overlap: transfers go on while the device computes.
     cpu_attention: beside a gpu, the host attends to the part of the cache that it holds.
-    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest (`kernels.amx`); None where
-        products of many rows convert them first.
+    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest; None where
+        they are converted first.
     """
 
     limits: Mapping[Tier, int]

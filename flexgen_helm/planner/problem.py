@@ -264,7 +264,7 @@ class PlanningProblem:
     @cached_property
     def copies_bytes(self) -> int:
         """Bytes of all weights where they are kept in the compute dtype."""
-        return self.storage.bytes_with_copies(self.compute_bytes, on_host=self.compute_tier == "cpu")
+        return self.storage.num_values * self.compute_bytes
 
     @cached_property
     def layer_elements(self) -> float:

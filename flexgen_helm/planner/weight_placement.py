@@ -57,7 +57,7 @@ class Placement:
     weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
     cache, activations: fractions by tier.
     staging_bytes: size of the staging ring, 0 if all weights are resident.
-    compute_copies: resident matrices are kept in the compute dtype; on a host those in 16 bits also as stored.
+    compute_copies: resident matrices are kept in the compute dtype.
     expert_bytes: of the slots for offloaded experts.
     """
 
@@ -125,7 +125,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
         plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
     if plan.compute_copies:  # all weights are resident
-        needed[compute_tier] = model.bytes_with_copies(compute_bytes, on_host=not has_gpu)
+        needed[compute_tier] = model.num_values * compute_bytes
     needed[compute_tier] += vector_bytes + plan.all_staging_bytes
     if has_gpu and needed["disk"]:
         needed["cpu"] += loader_buffer_bytes(model)
@@ -144,8 +144,8 @@ def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
     """Return whether weights that are all resident are kept in the compute dtype: if that is of use, and they fit."""
     if machine.multiplied_as_stored is not None and model.precision.weights is None:
         return False
-    needed = model.bytes_with_copies(machine.compute_bytes, on_host=not machine.has_gpu)
-    return needed + model.vector_bytes(machine.compute_bytes) <= COPIES_SHARE * machine.compute_limit
+    needed = model.num_values * machine.compute_bytes + model.vector_bytes(machine.compute_bytes)
+    return needed <= COPIES_SHARE * machine.compute_limit
 
 
 def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Policy:

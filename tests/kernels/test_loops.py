@@ -73,11 +73,11 @@ TRIALS = """
 import json, sys
 {first}
 import torch
-from flexgen_helm.kernels import few_rows, trial
+from flexgen_helm.kernels import trial, vector_products
 from flexgen_helm.progress import observed_by
 messages, x = [], torch.ones(3, 32)
 with observed_by(lambda event: messages.append(getattr(event, "text", ""))):
-    y = few_rows.few_rows_matmul(x, x.bfloat16())
+    y = vector_products.vector_matmul(x, x.bfloat16())
 assert y is None or y.eq(32).all()
 print(json.dumps([trial.loops_in_use, messages]))
 """

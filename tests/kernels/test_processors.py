@@ -14,9 +14,10 @@ from tests.helpers.paths import ROOT
 SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
 PROCESSORS = {"avx2": f"{SSE},+avx,+avx2,+fma,+f16c", "sse": SSE, "generic": ""}
 TRIALS = """
-from flexgen_helm.kernels import attention, emit, few_rows, layer_rows
+from flexgen_helm.kernels import attention, emit, layer_rows, vector_products
 from flexgen_helm.quant import kernels
-print(emit.LANES, emit.CONVERTS_HALVES, *(of.loops() is not None for of in (attention, few_rows, layer_rows, kernels)))
+modules = attention, layer_rows, vector_products, kernels
+print(emit.LANES, emit.CONVERTS_HALVES, *(module.loops() is not None for module in modules))
 """
 
 
@@ -36,7 +37,7 @@ def test_trials_on_a_lesser_processor(tmp_path, name):
 def test_loops_work_where_what_was_compiled_has_no_room(tmp_path):
     """A full disk, or `ulimit -f`: they are compiled in each process, and still used."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + (
-        "from flexgen_helm.kernels import few_rows; print(few_rows.loops() is not None)"
+        "from flexgen_helm.kernels import vector_products; print(vector_products.loops() is not None)"
     )
     done = subprocess.run(
         [*python("all"), "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,

@@ -1,4 +1,4 @@
-"""Products of a few rows with 16-bit matrices equal those in float64, on any number of threads."""
+"""Products by vectors equal those in float64, and a row's bits depend on that row alone."""
 
 from __future__ import annotations
 
@@ -7,40 +7,54 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.kernels import few_rows, trial
-from flexgen_helm.kernels.few_rows import MOST_ROWS, few_rows_matmul
+from flexgen_helm.kernels import trial, vector_products
+from flexgen_helm.kernels.vector_products import vector_matmul
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
 
 emit = pytest.importorskip("flexgen_helm.kernels.emit")
 # A processor without float16 leaves those to PyTorch.
-DTYPES = [torch.float16, torch.bfloat16] if emit.CONVERTS_HALVES else [torch.bfloat16]
+DTYPES = [torch.bfloat16, torch.float32, *([torch.float16] if emit.CONVERTS_HALVES else [])]
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    rows=st.integers(1, MOST_ROWS),
-    vectors=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    width=st.one_of(st.integers(1, 100), st.integers(1, 700)),
     outputs=st.integers(1, 300),
     dtype=st.sampled_from(DTYPES),
     has_bias=st.booleans(),
     threads=st.integers(1, 3),
 )
-def test_any_shape(rows, vectors, outputs, dtype, has_bias, threads):
+def test_any_shape(rows, width, outputs, dtype, has_bias, threads):
     # Rows that are parts of larger ones.
-    x, weight = (operand[:, emit.LANES :] for operand in operands(rows, (vectors + 1) * emit.LANES, outputs, dtype))
+    x, weight = (operand[:, 3:] for operand in operands(rows, width + 3, outputs, dtype))
     bias = torch.randn(outputs) if has_bias else None
     torch.set_num_threads(threads)
-    assert_is_product(few_rows_matmul(x, weight, bias), x, weight, bias)
+    y = vector_matmul(x, weight, bias)
+    assert_is_product(y, x, weight, bias)
+    # The same bits alone, in other company, with some of the outputs, by one thread, and of a float32 copy.
+    torch.set_num_threads(1)
+    row, output = rows // 2, outputs // 2
+    alone = vector_matmul(x[row : row + 1].clone(), weight, bias)
+    part = vector_matmul(x[row:], weight[output:].float(), None if bias is None else bias[output:])
+    assert torch.equal(alone[0], y[row]) and torch.equal(part, y[row:, output:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_several_passes_have_the_bits_of_one():
+    x, weight = operands(150, 9_000, 5, torch.bfloat16)
+    y = vector_matmul(x, weight)
+    assert_is_product(y, x, weight, None)
+    assert all(torch.equal(vector_matmul(x[i : i + 3], weight), y[i : i + 3]) for i in (0, 14, 15, 147))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])
 def test_every_number_of_16_bits(dtype):
     weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).view(-1, 1)
     weight = torch.cat((weight, torch.zeros(len(weight), emit.LANES - 1, dtype=dtype)), 1)
     x = torch.zeros(1, emit.LANES)
     x[0, 0] = 1.0
-    y = few_rows_matmul(x, weight)
+    y = vector_matmul(x, weight)
     assert y is not None
     exact = weight[:, 0].float()
     numbers = exact.isfinite()
@@ -55,20 +69,17 @@ def test_every_output_is_computed_once_by_each_number_of_threads():
         results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(few_rows_matmul(x, weight))
+            results.append(vector_matmul(x, weight))
         assert all(torch.equal(results[0], found) for found in results[1:])
 
 
 def test_what_it_does_not_take():
     x, weight = operands(3, 128, 10, DTYPES[0])
-    assert few_rows_matmul(x, weight) is not None
-    assert few_rows_matmul(x, weight.float()) is None
-    assert few_rows_matmul(x.double(), weight) is None
-    assert few_rows_matmul(x[:, :127], weight[:, :127]) is None
-    assert few_rows_matmul(x.t().contiguous().t(), weight) is None
-    assert few_rows_matmul(x[:0], weight) is None
-    assert few_rows_matmul(x.repeat(MOST_ROWS, 1), weight) is None
-    assert few_rows_matmul(x, weight, most_rows=2) is None
+    assert vector_matmul(x, weight) is not None
+    assert vector_matmul(x, weight.double()) is None
+    assert vector_matmul(x.double(), weight) is None
+    assert vector_matmul(x.t().contiguous().t(), weight) is None
+    assert vector_matmul(x[:0], weight) is None
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
@@ -81,15 +92,15 @@ def test_loops_that_fail_their_trial_are_not_used(monkeypatch, fault):
 
     messages: list[str] = []
     x, weight = operands(3, 128, 10, DTYPES[0])
-    few_rows.loops.forget()
+    vector_products.loops.forget()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(few_rows, "run_on_threads", broken)
+            patch.setattr(vector_products, "run_on_threads", broken)
             patch.setattr(trial, "report", lambda message: messages.append(message.text))
-            assert few_rows_matmul(x, weight) is None
+            assert vector_matmul(x, weight) is None
             assert_is_product(tiled_linear(x, weight, None), x, weight, None)
     finally:
-        few_rows.loops.forget()
+        vector_products.loops.forget()
     (message,) = messages  # said once
     assert ("no such type in this LLVM" if fault == "raises" else "wrong numbers") in message
-    assert few_rows_matmul(x, weight) is not None
+    assert vector_matmul(x, weight) is not None

@@ -1,0 +1,64 @@
+"""Products in float32 by the processor's vectors, with weights in 16 or 32 bits.
+
+    y [T, out] = x [T, in] w^T        x in float32, w [out, in] as it rests
+
+A product of a few rows takes as long as its matrix takes to come from memory, and 16 bits are half of the bytes of a
+float32 copy. A vector of the matrix is widened in registers and multiplied with several rows. The order of a result's
+sums does not depend on the number of rows, so neither do its bits (`product_loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.kernels.layer_rows import add_bias
+from flexgen_helm.kernels.team import KINDS, empty, run_on_threads
+from flexgen_helm.kernels.trial import Loops
+
+# Elements of a matrix, times rows in fours, that occupy a thread for longer than it takes to wake.
+_THREAD_ELEMENTS = 1 << 17
+
+
+def multiplies_as_stored(dtype: torch.dtype) -> bool:
+    """Return whether products on the host, in float32, read weights in `dtype` as they rest."""
+    if dtype not in KINDS or (module := loops()) is None:
+        return False
+    return bool(module.CONVERTS_HALVES or dtype != torch.float16)
+
+
+def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is no way.
+
+    x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
+    """
+    (count, width), outputs = x.shape, weight.shape[0]
+    suits = x.numel() > 0 and x.dtype == torch.float32 and x.stride(1) == 1 == weight.stride(1)
+    suits = suits and x.device.type == weight.device.type == "cpu" and width == weight.shape[1]
+    if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
+        return None
+    y = empty((count, outputs))
+    arguments = [KINDS[weight.dtype], x.data_ptr(), 4 * x.stride(0), weight.data_ptr()]
+    arguments += [weight.element_size() * weight.stride(0), y.data_ptr(), 4 * outputs, count, outputs, width]
+    run_on_threads(module.multiply.address, arguments, weight.numel() * -(-count // 4) // _THREAD_ELEMENTS)
+    return y if bias is None else add_bias(y, bias)
+
+
+def _examples() -> Iterator[Callable[[], Tensor]]:
+    """Small whole numbers, in which nothing is rounded, and columns that fill no vector."""
+    for dtype in KINDS:
+        if multiplies_as_stored(dtype):
+            weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
+            x = torch.arange(9 * 37, device="cpu").remainder(13).sub(6).float().view(9, -1)
+            yield partial(_product, x, weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    y = vector_matmul(x, weight)
+    return x @ weight.float().t() if y is None else y
+
+
+loops = Loops("products by vectors", "flexgen_helm.kernels.product_loop", _examples)
