@@ -103,7 +103,11 @@ def plan(
     max_eval_instances: Annotated[
         int | None,
         typer.Option(
-            "--max-eval-instances", "-m", min=1, metavar="N", help="With -c: most instances of an entry. Default: 1000."
+            "--max-eval-instances",
+            "-m",
+            min=1,
+            metavar="N",
+            help="With -c: most instances of an entry. Default: that of the suite's prompts, else 1000.",
         ),
     ] = None,
     suite: Annotated[
@@ -145,7 +149,7 @@ def plan(
         return
     asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
     if has_entries:
-        from flexgen_helm.cli.plan_suite import MOST_INSTANCES, print_suite, read_run_entries
+        from flexgen_helm.cli.plan_suite import print_suite, read_run_entries
 
         if any((*lengths, frontier, picture)):
             raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
@@ -156,7 +160,7 @@ def plan(
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
         folder = None if suite is None else output_path / "runs" / suite
-        print_suite(asked, entries, max_eval_instances or MOST_INSTANCES, folder)
+        print_suite(asked, entries, max_eval_instances, folder)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
