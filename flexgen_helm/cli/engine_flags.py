@@ -155,11 +155,11 @@ def say_what_limits_lack(
     limits: MemoryLimits, gpu_bytes: float, memory_bytes: float, machine: str = "this machine"
 ) -> None:
     """Say that a limit is of a GPU that is not there (`gpu_bytes` is 0), or beyond the machine's memory."""
-    for flag, limit, there in (("--gpu", limits.gpu, gpu_bytes), ("--cpu", limits.cpu, memory_bytes)):
+    for flag, limit, there in (("--gpu-memory", limits.gpu, gpu_bytes), ("--cpu-memory", limits.cpu, memory_bytes)):
         if limit is not None and not there:
-            say(f"{flag}-memory has no effect: no GPU of {machine} computes")
+            say(f"{flag} has no effect: no GPU of {machine} computes")
         elif limit is not None and limit > there:
-            say(f"{flag}-memory {size(limit)} is beyond the {size(there)} that {machine} has; lower it")
+            say(f"{flag} {size(limit)} is beyond the {size(there)} that {machine} has; lower it")
 
 
 def to_arguments(options: EngineOptions) -> list[str]:

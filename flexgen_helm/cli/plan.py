@@ -141,7 +141,8 @@ def plan(
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, frontier, picture, has_entries)):
             raise UsageError(
-                "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
+                "--from-csv says for each row what to evaluate; leave out all but --hardware, --offload-dir, --json "
+                "and --csv"
             )
         from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
 

@@ -251,7 +251,7 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 GRAPHS_SHARE = 1 / 16
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
-# What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
+# What pinned regions of host memory may have beyond the caches and hidden states in them.
 PINNED_EXCESS_SHARE = 1 / 32
 # Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because
 # answers may become long, and elsewhere.

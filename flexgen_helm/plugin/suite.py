@@ -152,7 +152,7 @@ class Suite:
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
-    num_answers: how many of this call's unfinished runs were there at its end, of how many.
+    num_answers: answers to this call's unfinished runs that were there at its end, and how many they ask for.
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
