@@ -94,7 +94,7 @@ def serve(
     finally:
         listener.close()
         if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close, 0)
+            atexit.register(process.close_at_exit, service.close)
 
 
 def _tell(event: Event) -> None:

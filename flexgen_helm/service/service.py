@@ -243,10 +243,6 @@ class Service:
         """Stop all work soon. Takes no lock: a signal handler may call it."""
         self._interrupted.set()
 
-    @property
-    def is_interrupted(self) -> bool:
-        return self._interrupted.is_set()
-
     def resume(self) -> None:
         """Serve again after `interrupt`, unless closed: in a notebook an interruption does not end the process."""
         if not self._is_closing:
