@@ -50,6 +50,8 @@ def _run(argv: Sequence[str] | None) -> int:
             typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
+        if isinstance(broken := stop.__context__, BrokenPipeError):
+            return getattr(broken.__context__, "exit_code", 0)  # `| head` has read enough, perhaps of a refusal
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except FlexgenError as error:
         if is_debugging:
