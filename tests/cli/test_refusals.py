@@ -66,13 +66,20 @@ def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says, tmp_p
     assert len(lines) == 1 and says in lines[0], refused.err
 
 
-@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("entries",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("models", "--json"), ("entries",), ("--help",), ("plan", "--help"), ("--version",), ("absent",)],
+)
 def test_a_reader_that_has_read_enough_is_no_error(arguments):
+    is_refused = arguments == ("absent",)
     with subprocess.Popen(
-        [sys.executable, "-m", "flexgen_helm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "flexgen_helm", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if is_refused else subprocess.PIPE,
     ) as process:
         process.stdout.close()
-        assert b"Error" not in process.stderr.read() and process.wait(60) == 0
+        assert is_refused or b"Error" not in process.stderr.read()
+        assert process.wait(60) == (2 if is_refused else 0)
 
 
 def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
