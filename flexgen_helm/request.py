@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -97,7 +97,7 @@ class GenerationRequest:
 # The fields that are computed with, as any library's numbers may be.
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "prompt": ((str, type(None)), "text"),
-    "prompt_token_ids": ((Iterable, type(None)), "a list of token ids"),
+    "prompt_token_ids": ((Collection, type(None)), "a list of token ids"),
     "messages": ((Sequence, type(None)), "a list of messages"),
     "max_tokens": (Integral, "a whole number"),
     "n": (Integral, "a whole number"),

@@ -133,16 +133,16 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
     given: those that `cli.helm_flags` parsed. What an unusual .conf file says is left to HELM.
     Raises `UsageError` as `check_entries` does.
     """
-    run_entries = given_entries(given)
+    run_entries, local_path = given_entries(given), Path(given.local_path or "prod_env")
     check_entries(
         run_entries,
         given.models_to_run or [],
-        local_path=Path(given.local_path or "prod_env"),
+        local_path=local_path,
         has_plugins=bool(given.plugins or given.enable_huggingface_models or given.enable_local_huggingface_models),
         needs_weights=needs_weights,
     )
     files = [Path(path) for path in given.conf_paths or ()] if given.priority is None else []
-    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(run_entries)
+    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(run_entries, local_path)
 
 
 def given_entries(given: Namespace) -> list[str]:
@@ -184,15 +184,16 @@ def given_models(given: Namespace) -> list[ResolvedModel]:
     return [_resolve(name.removeprefix(PREFIX)) for name in names]
 
 
-def hints(run_entries: Sequence[str]) -> list[str]:
-    """Return a sentence for each model that is none of ours, with our name for it if there is one."""
+def hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
+    """Return a sentence for each model that is neither ours nor the user's, with our name for it if there is one."""
+    deployments = _deployments(local_path)
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
     models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
         f"model={model} is computed by HELM's own client"
         + (f"; write model={PREFIX}{repositories[model]} for flexgen_helm" if model in repositories else "")
         for model in models
-        if "/" in model and not model.startswith(PREFIX)
+        if "/" in model and not model.startswith(PREFIX) and model not in deployments
     ]
 
 
@@ -285,7 +286,7 @@ def _deployments(folder: Path) -> dict[str, str | None]:
             path, model = arguments.get("path"), entry.get("model_name")
             # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its
             # name.
-            if not is_ours or path or model:
+            if not is_ours or path or model or not entry["name"].startswith(PREFIX):
                 has_weights = is_ours and path and arguments.get("weights") != "dummy"
                 found |= dict.fromkeys(filter(None, (entry["name"], model)), str(path) if has_weights else None)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):

@@ -332,9 +332,12 @@ def test_the_lines_that_name_a_folder_work(
     assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(tiny("llama").path)
 
 
-def test_a_model_of_helms_own_clients_is_hinted_at() -> None:
-    assert hints(["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]) == [
+def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path: Path) -> None:
+    entries = ["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]
+    assert hints(entries, tmp_path) == [
         "model=facebook/opt-6.7b is computed by HELM's own client; write model=flexgen/opt-6.7b for flexgen_helm",
         "model=openai/gpt2 is computed by HELM's own client",
     ]
-    assert hints([f"simple_mcqa:model={MODEL}"]) == []
+    content = [{"name": name, "client_spec": {"class_name": run_entries.CLIENT_CLASS}} for name in ("lab/a", MODEL)]
+    (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
+    assert hints([f"simple_mcqa:model={MODEL}", "gsm:model=lab/a"], tmp_path) == []

@@ -58,10 +58,6 @@ class PaperProblem(PlanningProblem):
     def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
         return link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
 
-    @property
-    def pinned_excess(self) -> float:
-        return 0.0
-
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         return attended
 

@@ -19,7 +19,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.config_check import check_config
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-GENERATION_CONFIG = "generation_config.json"  # of it only the tokens that end a completion are used
+GENERATION_CONFIG = "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",

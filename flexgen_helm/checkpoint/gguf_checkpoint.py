@@ -17,7 +17,7 @@ from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import gguf_parts, model_config_from
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, joined, match_tensors
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
@@ -102,10 +102,7 @@ def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str
             f"{path} is part {number + 1} of {count}; name the part that ends in -00001-of-{count:05}.gguf, with the "
             f"others beside it, or join them by llama-gguf-split --merge"
         )
-    tensors = dict(header.tensors)
-    for part in parts[1:]:
-        tensors |= read_gguf_header(part).tensors
-    return parts, tensors
+    return parts, joined([header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])])
 
 
 def _require_known_type(tensor: StoredTensor) -> None:

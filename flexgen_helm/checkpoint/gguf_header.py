@@ -74,6 +74,8 @@ class _Parser:
         if file_version not in (2, 3):
             raise ValueError(f"its version is {file_version}; supported are 2 and 3, little-endian")
         metadata = {self._string(): self._value(self._value_type()) for _ in range(num_keys)}
+        if len(metadata) != num_keys:
+            raise ValueError("it has two values under one key")
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

@@ -27,7 +27,13 @@ from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import (
+    StoredRange,
+    StoredTensor,
+    find_stored,
+    joined,
+    match_tensors,
+)
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
@@ -49,7 +55,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
-        stored = {name: tensor for file in self._files for name, tensor in read_header(file).items()}
+        stored = joined(map(read_header, self._files))
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
 

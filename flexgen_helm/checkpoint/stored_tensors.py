@@ -42,6 +42,17 @@ class StoredTensor:
         return self.file.read(self.offset + offset, size, f"tensor {self.name}")
 
 
+def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Return the tensors of all files of a model; raises `CheckpointError` if two of them have one of the same name."""
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers:
+        for name in tensors.keys() & header:
+            first, second = tensors[name].file.path, header[name].file.path
+            raise CheckpointError(f"{first} and {second.name} both have a tensor {name}; fetch the model again")
+        tensors |= header
+    return tensors
+
+
 @dataclass(frozen=True)
 class StoredRange:
     """Bytes of a file that are a matrix as it is stored; offset, size: in bytes, from the start of the file."""

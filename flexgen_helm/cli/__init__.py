@@ -21,10 +21,16 @@ from types import FrameType
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.service import process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. argv: None for the arguments of the process"""
+    process.command_exit_code = code = _run(argv)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     import typer
 
     from flexgen_helm.cli.app import app
@@ -44,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
+        if isinstance(broken := stop.__context__, BrokenPipeError):
+            return getattr(broken.__context__, "exit_code", 0)  # `| head` has read enough, perhaps of a refusal
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except FlexgenError as error:
         if is_debugging:

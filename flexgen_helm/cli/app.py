@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -64,8 +63,6 @@ def _add(panel: str, command: Callable[..., None], *, has_screen: bool = True, *
             with Screen() if has_screen else nullcontext():
                 command(**values)
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough; typer would end with 1
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again at its end
         except KeyboardInterrupt:  # what typer does with it differs between its versions
             raise Interrupted("interrupted") from None
 

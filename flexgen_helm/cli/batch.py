@@ -198,7 +198,7 @@ def _answers(
             yield from map(response, lines)
     finally:
         if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close, 130)
+            atexit.register(process.close_at_exit, service.close)
 
 
 def _failure(line: _Line) -> tuple[int, Json]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,19 +145,21 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
     if config.device.startswith("cuda"):
         require_cuda(config.device)
     has_gpu = config.device == "auto" and why_no_cuda() is None
-    say_what_limits_lack(config.limits, has_gpu or config.device.startswith(("cuda", "sim")), host_memory().total)
+    gpu_bytes = math.inf if has_gpu or config.device.startswith(("cuda", "sim")) else 0  # how many, the engine says
+    say_what_limits_lack(config.limits, gpu_bytes, host_memory().total)
     if config.offload_dir is not None:
         require_writable(Path(config.offload_dir), "--offload-dir")
 
 
 def say_what_limits_lack(
-    limits: MemoryLimits, has_gpu: bool, memory_bytes: float, machine: str = "this machine"
+    limits: MemoryLimits, gpu_bytes: float, memory_bytes: float, machine: str = "this machine"
 ) -> None:
-    """Say that a limit is of a GPU that is not there, or beyond the machine's memory."""
-    if limits.gpu is not None and not has_gpu:
-        say(f"--gpu-memory has no effect: no GPU of {machine} computes")
-    if limits.cpu is not None and limits.cpu > memory_bytes:
-        say(f"--cpu-memory {size(limits.cpu)} is beyond the {size(memory_bytes)} that {machine} has; lower it")
+    """Say that a limit is of a GPU that is not there (`gpu_bytes` is 0), or beyond the machine's memory."""
+    for flag, limit, there in (("--gpu-memory", limits.gpu, gpu_bytes), ("--cpu-memory", limits.cpu, memory_bytes)):
+        if limit is not None and not there:
+            say(f"{flag} has no effect: no GPU of {machine} computes")
+        elif limit is not None and limit > there:
+            say(f"{flag} {size(limit)} is beyond the {size(there)} that {machine} has; lower it")
 
 
 def to_arguments(options: EngineOptions) -> list[str]:

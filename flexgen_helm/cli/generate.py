@@ -136,8 +136,11 @@ class _Output:
         if self._partial is None:
             return
         indices = {(number, key): index for index, (number, key) in enumerate(zip(self._numbers, keys))}
-        for text in Path(self._partial.name).read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, TypeError, AttributeError):  # the last line of a killed process may be cut
+        content = Path(self._partial.name).read_text(encoding="utf-8", errors="replace")
+        if content and not content.endswith("\n"):  # the last line of a killed process may be cut
+            self._partial.write("\n")
+        for text in content.splitlines():
+            with suppress(ValueError, TypeError, AttributeError, KeyError):
                 line = json.loads(text)
                 index = indices.get((line.pop("line"), line.pop("key", None)))
                 if index is not None and line["error"] is None:

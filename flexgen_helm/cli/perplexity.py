@@ -42,7 +42,9 @@ def perplexity(
     with load_engine(model, engine) as loaded:
         result = measure(loaded, content, window, max_windows)
     if as_json:
-        print_json(result)
+        from flexgen_helm.report.scores import finite
+
+        print_json(finite(result))
     else:
         print(
             f"perplexity {result['perplexity']:.4f} over {result['tokens_scored']:,} tokens "
@@ -53,12 +55,14 @@ def perplexity(
 def measure(engine: Engine, text: str, window: int, max_windows: int | None = None) -> dict[str, Any]:
     """Return {tokens_scored, nll, perplexity} of `text`; `nll` is the total in nats.
 
+    The perplexity is infinite where a float cannot hold it.
     Raises `UsageError` if the window exceeds the model's or the text has no token to score.
     """
     requests = scoring_requests(engine, text, window, max_windows)
     logprobs = scored_logprobs(engine.run(requests))
     nll = -math.fsum(logprobs)
-    return {"tokens_scored": len(logprobs), "nll": nll, "perplexity": math.exp(nll / len(logprobs))}
+    mean = nll / len(logprobs)
+    return {"tokens_scored": len(logprobs), "nll": nll, "perplexity": math.exp(mean) if mean < 709 else math.inf}
 
 
 def read_text(path: Path) -> str:

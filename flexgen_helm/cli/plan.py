@@ -103,7 +103,11 @@ def plan(
     max_eval_instances: Annotated[
         int | None,
         typer.Option(
-            "--max-eval-instances", "-m", min=1, metavar="N", help="With -c: most instances of an entry. Default: 1000."
+            "--max-eval-instances",
+            "-m",
+            min=1,
+            metavar="N",
+            help="With -c: most instances of an entry. Default: that of the suite's prompts, else 1000.",
         ),
     ] = None,
     suite: Annotated[
@@ -137,7 +141,8 @@ def plan(
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, frontier, picture, has_entries)):
             raise UsageError(
-                "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
+                "--from-csv says for each row what to evaluate; leave out all but --hardware, --offload-dir, --json "
+                "and --csv"
             )
         from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
 
@@ -145,7 +150,7 @@ def plan(
         return
     asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
     if has_entries:
-        from flexgen_helm.cli.plan_suite import MOST_INSTANCES, print_suite, read_run_entries
+        from flexgen_helm.cli.plan_suite import print_suite, read_run_entries
 
         if any((*lengths, frontier, picture)):
             raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
@@ -156,7 +161,7 @@ def plan(
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
         folder = None if suite is None else output_path / "runs" / suite
-        print_suite(asked, entries, max_eval_instances or MOST_INSTANCES, folder)
+        print_suite(asked, entries, max_eval_instances, folder)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")

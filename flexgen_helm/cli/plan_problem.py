@@ -76,7 +76,7 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
     model_config, dtype = read_model_config(model)
-    if prompt_len + gen_len > model_config.max_positions:
+    if prompt_len + gen_len > model_config.max_positions + 1:  # the last token is never fed
         raise UsageError(
             f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
         )
@@ -88,12 +88,14 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         profile = replace(profile, gpu=None, link=None)
     elif config.device.startswith("cuda") and profile.gpu is None:
         raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
-    say_what_limits_lack(config.limits, profile.gpu is not None, profile.cpu.memory_bytes, machine)
+    gpu_bytes = 0.0 if profile.gpu is None else profile.gpu.memory_bytes
+    say_what_limits_lack(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
+    allowed = config.limits if gpu_bytes else replace(config.limits, gpu=None)
     problem = planning_problem(
         model_config,
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
-        limits=config.limits,
+        limits=allowed,
         precision=asked.precision,
         storage_dtype=dtype,
         overlap=config.overlap,
@@ -101,8 +103,8 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         endless=num_seqs is None,
         ranks=asked.stages,
     )
-    if config.device != "sim" and config.limits.gpu is not None:  # this limit holds for computing, too
-        room = problem.workspace.room_beside(config.limits.gpu)
+    if config.device != "sim" and allowed.gpu is not None:  # this limit holds for computing, too
+        room = problem.workspace.room_beside(allowed.gpu)
         problem = replace(problem, limits={**problem.limits, "gpu": float(room)})
     memory = problem.limits["gpu"] + problem.limits["cpu"]
     if asked.hardware != "measured" or (config.fixed_policy is None and problem.stored_bytes <= memory):

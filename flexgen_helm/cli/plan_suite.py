@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexgen_helm.planner.problem import PlanningProblem
 
 # As HELM's leaderboards take.
-MOST_INSTANCES = 1000
+_MOST_INSTANCES = 1000
 # Seconds of a night, and instances that are tried where the asked ones take longer.
 _NIGHT_S, _FEWER = 8 * 3600.0, (100, 10)
 _BASES = {
@@ -56,35 +56,42 @@ def read_run_entries(conf_paths: Sequence[Path], run_entries: Sequence[str]) -> 
 
 
 def entry_workloads(
-    entries: Sequence[str], problem: PlanningProblem, most_instances: int, suite: Path | None
+    entries: Sequence[str], problem: PlanningProblem, most_instances: int, made: Mapping[str, Path]
 ) -> list[EntryWorkload]:
-    """Return what each entry asks: of the prompts in the suite's folder where it has them, else of the stated table.
+    """Return what each entry asks: of the prompts that were made where it has them, else of the stated table.
 
     Raises `UsageError` for an entry that neither has.
     """
-    from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload
+    from flexgen_helm.cli.suite_lengths import PromptReader, prompts_of, stated_workload
 
-    made = {} if suite is None else made_prompts(suite)
     device = "cpu" if problem.compute_tier == "cpu" else "cuda"
     reader = PromptReader(problem.config, device, problem.precision.cache) if made else None
     workloads = []
     for entry in entries:
         file = prompts_of(entry, made)
         if reader is not None and file is not None:
-            workloads.append(reader.workload(entry, file))
+            workloads.append(reader.workload(entry, file, most_instances))
         else:
             workloads.append(stated_workload(entry, most_instances, problem.config))
     return workloads
 
 
-def print_suite(asked: Asked, entries: Sequence[str], most_instances: int, suite: Path | None) -> None:
-    """Search the plan of run entries and print it; suite: folder with prompts of theirs."""
-    from flexgen_helm.planner.plan import plan_suite
+def print_suite(asked: Asked, entries: Sequence[str], most_instances: int | None, suite: Path | None) -> None:
+    """Search the plan of run entries and print it.
 
+    most_instances: None for as many as the suite's prompts were made for. suite: folder with prompts of theirs.
+    """
+    from flexgen_helm.cli.suite_lengths import made_prompts
+    from flexgen_helm.planner.plan import plan_suite
+    from flexgen_helm.report.answers import asked_instances
+
+    made = {} if suite is None else made_prompts(suite)
+    if most_instances is None:
+        most_instances = max((asked_instances(file.parent) for file in made.values()), default=0) or _MOST_INSTANCES
     problem = problem_for(asked)
     flags = to_arguments({**asked.engine, "precision": asked.precision})
     flags = ["-m", str(most_instances), "--suite", "planned", *flags]
-    workloads = partial(entry_workloads, entries, problem, suite=suite)
+    workloads = partial(entry_workloads, entries, problem, made=made)
     planned = plan_suite(problem, workloads(most_instances), asked.compares and not asked.as_csv)
     name = None if asked.stages > 1 else asked.helm_name
     commands = [] if name is None else _commands(planned, name, flags)

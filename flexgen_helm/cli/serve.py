@@ -94,7 +94,7 @@ def serve(
     finally:
         listener.close()
         if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close, 0)
+            atexit.register(process.close_at_exit, service.close)
 
 
 def _tell(event: Event) -> None:
@@ -131,8 +131,8 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"--host {host} is no address of this machine: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # of a name: an empty or long part
+        raise UsageError(f"--host {host} is no address of this machine: {getattr(error, 'strerror', error)}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -15,7 +15,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.plan import EntryWorkload
 from flexgen_helm.planner.policy import Workload
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.report.answers import STATE_FILE
+from flexgen_helm.report.answers import STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
 from flexgen_helm.runs.lengths import ASSUMED_FACTOR, EntryLengths, lengths_of
@@ -116,8 +116,11 @@ class PromptReader:
         self._cost = prefix_cost(config, device)
         self._models = ModelReader("plan")
 
-    def workload(self, entry: str, file: Path) -> EntryWorkload:
-        """Return what the requests in HELM's file ask. Raises `UsageError` for a file that cannot be used."""
+    def workload(self, entry: str, file: Path, most_instances: int) -> EntryWorkload:
+        """Return what the requests in HELM's file ask of so many instances.
+
+        Raises `UsageError` for a file that cannot be used, and for one that has fewer of them than the data.
+        """
         from flexgen_helm.planner.policy import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
         from flexgen_helm.service.models import model_arguments
@@ -125,6 +128,15 @@ class PromptReader:
         states = read_object(file).get("request_states", ())
         if not states:
             raise UsageError(f"{file} has no requests; make the prompts again with `flexgen-helm run --dry-run`")
+        ids = list(dict.fromkeys(state["instance"]["id"] for state in states))
+        asked = most_instances if "max_eval_instances" in entry else asked_instances(file.parent)
+        if 0 < asked < most_instances and len(ids) >= asked:
+            raise UsageError(
+                f"the prompts in {file} were made with -m {asked}; plan with -m {asked}, or make them with -m "
+                f"{most_instances} in another suite"
+            )
+        kept = {*ids[:most_instances]}
+        states = [state for state in states if state["instance"]["id"] in kept]
         name = str(states[0]["request"]["model"])
         if not name.startswith(PREFIX):
             raise UsageError(f"the prompts in {file} were made for {name}; plan reads those of models of flexgen/")

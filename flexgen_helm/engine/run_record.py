@@ -65,8 +65,9 @@ def run_record(
     weight_dtype = multiplied_dtype(engine.device, engine.dtype, engine.weight_dtype)
     rate = matmul_flops(engine.device, engine.dtype, weight_dtype)
     transfer_s = tiers.stats.seconds()
-    wait_s = sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
     batches_s = figures["prefill_s"] + figures["decode_s"]
+    # Also between batches, and in those that ran out of memory, whose seconds no request is charged.
+    wait_s = min(batches_s, sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_")))
     limits, policy = plan.limits, plan.policy
     return {
         "model": engine.model,
@@ -121,7 +122,7 @@ def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
     """Return what a record says of experts.
 
     used, used_if_even: experts of a layer that a batch used, on average, and if tokens had selected all alike.
-    skew: how much they preferred some (`planner.experts`).
+    skew: how much they preferred some (`fitted_skew`).
     routed_bytes, read_bytes, wasted_bytes: as in `ExpertCounts`.
     """
     uses = sum(number for number, _ in counts.touched.values()) or 1

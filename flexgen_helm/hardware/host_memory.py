@@ -96,7 +96,7 @@ _LIBRARIES, _CORE = 7 << 30, 128 << 20
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes. group_limit: of the control group with the least room; None without one that has a limit."""
+    """Bytes. group_limit: of the control group with the least room; None without one below the machine."""
 
     total: int
     available: int
@@ -115,12 +115,13 @@ class MemoryGroups:
 def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
     """Return the machine's memory, or what the control groups of this process leave of it."""
     machine = psutil.virtual_memory()
-    found = HostMemory(machine.total, machine.available)
     groups = memory_groups(mounts, cgroup)
-    for limit, room in _limits(groups) if groups is not None else ():
-        if room < found.available:
-            found = HostMemory(min(limit, found.total), room, limit)
-    return found
+    found = [] if groups is None else _limits(groups)
+    limited = sorted((room, limit) for limit, room in found if limit < machine.total)
+    if not limited:
+        return HostMemory(machine.total, machine.available)
+    room, group_limit = limited[0]
+    return HostMemory(min(limit for _, limit in limited), min(room, machine.available), group_limit)
 
 
 def lacking_address_space() -> str | None:

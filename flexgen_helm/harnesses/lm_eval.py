@@ -203,16 +203,13 @@ class FlexgenLM(TemplateLM):
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
         self._service = Service(EngineLoader())
-        atexit.register(self._close_at_exit)
+        atexit.register(process.close_at_exit, self._service.close)
         process.interrupt_on_signals(self._service.interrupt)
         self._service.preload(self._model)
 
     def close(self) -> None:
         """Free the model. Answers are stored by then."""
         self._service.close()
-
-    def _close_at_exit(self) -> None:
-        process.close_at_exit(self._service.close, 130 if self._service.is_interrupted else None)
 
     def __enter__(self) -> FlexgenLM:
         return self

@@ -47,60 +47,70 @@ from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 class BlockStates:
     """States of layers that keep one of a sequence instead of its keys and values, on the compute device.
 
-    Of each layer that has them two versions, [2, slots, elements] in float32.
+    A token changes the state, and a pass that broke off is made again from the state before it. So a layer has two
+    versions, [2, slots, elements] in float32: a pass reads one and writes the other, the next pass does the reverse.
+
+        pass of token     5   5 again   6   7
+        reads version     1   1         0   1
+        writes version    0   0         1   0
+
+    Behind a prompt both versions are the same.
     """
 
     def __init__(self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool) -> None:
         """elements: of each layer, 0 for one without states.
 
-        one_layer: all layers share one tensor (`KVCache`).
+        one_layer: all layers share one tensor, in which the next one's states take the place of the last one's.
         """
         self._block, self._one_layer = block, one_layer
         sizes = [max(elements)] if one_layer else elements
         self._layers = [zeros((2, block.num_slots, size), device, torch.float32) if size else None for size in sizes]
         self._elements = elements
-        self._read = [0] * len(sizes)  # the version that the last pass read
-        self._pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)  # that pass, by what was to come
+        # Of the last pass through each layer the version that it read, and which pass it was: its first sequence, and
+        # how many tokens of that were computed.
+        self._version_read = [0] * len(sizes)
+        self._last_pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)
 
     def begin(self, layer: int, slot: int, state: Tensor) -> None:
-        """Store the state [1, elements] behind a prompt, in both versions."""
-        self._tensor(layer)[:, slot] = state
+        """Store the state [1, elements] behind a prompt."""
+        self._versions(layer)[:, slot] = state
 
-    def newest(self, layer: int, slot: int) -> Tensor:
-        """Return the state [1, elements] of a sequence that does not decode."""
-        return self._tensor(layer)[0, slot : slot + 1]
+    def behind_prompt(self, layer: int, slot: int) -> Tensor:
+        """Return the state [1, elements] behind the prompt of a sequence that does not decode."""
+        return self._versions(layer)[0, slot : slot + 1]
 
     def before(self, layer: int) -> Tensor:
-        """Return the states [B, elements] before the next token; the same for the same token."""
+        """Return the states [B, elements] before the next token; the same again where the pass is made again."""
         first, number = self._block.sequences[0], self._number(layer)
-        now = first, first.num_computed
-        if self._pass[number] != now:
-            self._read[number], self._pass[number] = 1 - self._read[number], now
-        return self._tensor(layer)[self._read[number], : len(self._block.sequences)]
+        this_pass = first, first.num_computed
+        if self._last_pass[number] != this_pass:
+            self._last_pass[number] = this_pass
+            self._version_read[number] = 1 - self._version_read[number]
+        return self._versions(layer)[self._version_read[number], : len(self._block.sequences)]
 
     def write(self, layer: int, states: Tensor) -> None:
         """Store the states [B, elements] behind the token that `before` was asked for."""
-        self._tensor(layer)[1 - self._read[self._number(layer)], : len(states)] = states
+        self._versions(layer)[1 - self._version_read[self._number(layer)], : len(states)] = states
 
     def move(self, source: int, target: int) -> None:
         """Copy a slot to another."""
-        for tensor in self._layers:
-            if tensor is not None:
-                tensor[:, target] = tensor[:, source]
+        for versions in self._layers:
+            if versions is not None:
+                versions[:, target] = versions[:, source]
 
     def copy_slot(self, target: int, states: BlockStates, source: int) -> None:
         """Make a slot a copy of another block's, as its last pass left it."""
-        for new, old, read in zip(self._layers, states._layers, states._read):
+        for new, old, read in zip(self._layers, states._layers, states._version_read):
             if new is not None and old is not None:
                 new[:, target] = old[1 - read, source]
 
     def _number(self, layer: int) -> int:
         return 0 if self._one_layer else layer
 
-    def _tensor(self, layer: int) -> Tensor:
-        tensor = self._layers[self._number(layer)]
-        assert tensor is not None
-        return tensor[..., : self._elements[layer]]
+    def _versions(self, layer: int) -> Tensor:
+        versions = self._layers[self._number(layer)]
+        assert versions is not None
+        return versions[..., : self._elements[layer]]
 
 
 @dataclass(eq=False)
@@ -155,8 +165,12 @@ class KVCache:
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers = 1 if one_layer else config.num_cache_layers
-        self._stored_layers = tuple(number if number is None or not one_layer else 0 for number in config.cache_layers)
-        self._writers = {number: layer for layer, number in reversed([*enumerate(self._stored_layers)])}
+        #  layer of the model        0    1   2   3     layer 0 keeps a state, layer 3 attends with the keys of layer 2
+        #  its keys in a storage   None   0   1   1
+        #  it stores them                yes yes  no
+        numbers = config.cache_layers
+        self._stored_layers = tuple(0 if one_layer and number is not None else number for number in numbers)
+        self._stores = [one_layer or number not in numbers[:layer] for layer, number in enumerate(numbers)]
         self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
         self._tiers, self._dtype, self._fractions, self._room = tiers, dtype, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
@@ -184,33 +198,33 @@ class KVCache:
 
     def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt."""
-        if not self._writes(layer):
+        if not self._stores[layer]:
             return
-        layer, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
+        stored, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
         if cache.window is not None:
-            cache.window.write(slot, layer, k, v)
+            cache.window.write(slot, stored, k, v)
         tokens = k.shape[0] // codec.group_tokens * codec.group_tokens
         if tokens:
             planes = codec.encode(k[:tokens], v[:tokens])
             if cache.attends_on_host:
                 planes = self.copy_to_host("cache", *planes)
-            cache.storage.write(layer, slot, planes)
+            cache.storage.write(stored, slot, planes)
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
-        """Store one token [B, Hk, D] of each sequence."""
-        writes = self._writes(layer)
-        layer, cache = self._stored_layer(layer), self._open(block)
+        """Store one token [B, Hk, D] of each sequence.
+
+        An earlier layer may have stored this one's: then only what is fetched for this one lacks the token.
+        """
+        stored, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
-            cache.storage.prefetch(layer)
-            put = cache.storage.append if writes else cache.storage.patch_prefetched
-            put(layer, new.target, self.codec.encode(k, v))
-            return
-        if not writes:
-            return
-        cache.window.append(layer, new.target, k, v)
-        for group in new.groups:
-            keys, values = cache.window.group(layer, group.units.slots.on_device, group.window_index.on_device)
-            cache.storage.append(layer, group.units, self.codec.encode(keys, values))
+            cache.storage.prefetch(stored)
+            put = cache.storage.append if self._stores[layer] else cache.storage.patch_prefetched
+            put(stored, new.target, self.codec.encode(k, v))
+        elif self._stores[layer]:
+            cache.window.append(stored, new.target, k, v)
+            for group in new.groups:
+                keys, values = cache.window.group(stored, group.units.slots.on_device, group.window_index.on_device)
+                cache.storage.append(stored, group.units, self.codec.encode(keys, values))
 
     # States of layers that keep them
 
@@ -220,7 +234,7 @@ class KVCache:
 
     def state_behind(self, block: CacheBlock, slot: int, layer: int) -> Tensor:
         """Return the state [1, elements] behind a prompt that others go on from."""
-        return self._blocks[block].states.newest(layer, slot)
+        return self._blocks[block].states.behind_prompt(layer, slot)
 
     def read_states(self, block: CacheBlock, layer: int) -> Tensor:
         """Return the states [B, elements] before the next token of each sequence; the same until all have one more."""
@@ -238,11 +252,11 @@ class KVCache:
 
     def read(self, block: CacheBlock, layer: int, part: DecodePart) -> KeysValues:
         """Return keys and values [B, Hk, S, D] of a part of what the block's queries see."""
-        layer, cache = self._stored_layer(layer), self._blocks[block]
+        stored, cache = self._stored_layer(layer), self._blocks[block]
         if not part.num_units:
             assert cache.window is not None
-            return cache.window.read(layer, part.seen_quantized)
-        planes = self._read(cache, layer, part.sequences, slice(0, part.num_units))
+            return cache.window.read(stored, part.seen_quantized)
+        planes = self._read(cache, stored, part.sequences, slice(0, part.num_units))
         return self.codec.decode(0, planes[0]), self.codec.decode(1, planes[1])
 
     def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
@@ -259,13 +273,13 @@ class KVCache:
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
-        layer, cache, size = self._stored_layer(layer), self._blocks[block], self.codec.group_tokens
+        stored, cache, size = self._stored_layer(layer), self._blocks[block], self.codec.group_tokens
         if not part.stored:
             assert cache.window is not None
-            keys, values = cache.window.read_tokens(slot, layer, part.first, part.last)
+            keys, values = cache.window.read_tokens(slot, stored, part.first, part.last)
             return keys[0], values[0]
         first, last = part.first // size, -(-part.last // size)
-        planes = self._read(cache, layer, slice(slot, slot + 1), slice(first, last))
+        planes = self._read(cache, stored, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
         keys, values = (self.codec.decode(half, plane)[0, :, tokens] for half, plane in enumerate(planes))
         return keys, values
@@ -361,13 +375,10 @@ class KVCache:
             cache.storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
+        """Return the number in every storage of the keys and values that a layer attends with."""
         number = self._stored_layers[layer]
         assert number is not None, f"layer {layer} has no keys"
         return number
-
-    def _writes(self, layer: int) -> bool:
-        """Whether a layer stores its keys and values: one that uses those of an earlier layer does not."""
-        return self.one_layer or self._writers[self._stored_layers[layer]] == layer
 
     def _open(self, block: CacheBlock) -> _BlockCache:
         cache = self._blocks.get(block)
@@ -440,9 +451,10 @@ class KVCache:
         """Return the units of a slot."""
         return block.capacity // self.codec.group_tokens
 
-    def _read(self, cache: _BlockCache, layer: int, slots: slice, units: slice) -> Planes:
+    def _read(self, cache: _BlockCache, stored_layer: int, slots: slice, units: slice) -> Planes:
+        """Return some units of some slots, of all planes."""
         indices = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
-        return tuple(data[index] for data, index in zip(cache.storage.read(layer), indices))
+        return tuple(data[index] for data, index in zip(cache.storage.read(stored_layer), indices))
 
     def _choose_tier(self, block: CacheBlock, num_bytes: int) -> Tier:
         """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly.

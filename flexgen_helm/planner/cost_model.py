@@ -406,7 +406,6 @@ def _stored_memory(
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
-        beside = 1 + (problem.pinned_excess if tier == "cpu" else 0.0)
-        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: beside * cache, HIDDEN[tier]: beside * hidden})
+        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

@@ -222,8 +222,6 @@ MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
 GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
-# Attention masks that are kept between layers (`kv_cache.visibility`).
-KEPT_MASK_BYTES = 32 << 20
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
 HOST_UPCAST_ELEMENTS = 1 << 20
 # The same on a device, where each tile is two launches: the largest matrices of a 70B model whole, 512 MiB in 16 bits.
@@ -242,8 +240,6 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 GRAPHS_SHARE = 1 / 16
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
-# What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
-PINNED_EXCESS_SHARE = 1 / 32
 # Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because
 # answers may become long, and elsewhere.
 STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5

@@ -57,38 +57,42 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
 
     Computing is judged phase by phase, by the time that batches took without waiting. A link or the disk is judged by
     the whole time, if the run mostly waited for it; otherwise the overlap, by how much of the transfers was hidden.
+
+        predicted     prefill: compute, wait          decode: compute, wait
+        measured      prefill in all                  decode in all            wait of both
+        compared      compute = in all - wait, which is divided between the phases as predicted
     """
     blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
-    expected = {phase: blocks * prediction.seconds[phase].get("compute", 0.0) for phase in _PHASES}
-    total, waited = float(record["latency_s"]), float(record["time_s"]["wait"])
-    taken = {phase: float(record[f"{phase}_s"]) for phase in _PHASES}
-    # Which phase waited is not measured: as predicted.
-    idle = {
-        phase: max(0.0, blocks * seconds - expected[phase])
+    # Predicted seconds of the run by phase and resource, of each as if it were alone.
+    alone = {phase: {name: blocks * s for name, s in prediction.seconds[phase].items()} for phase in _PHASES}
+    predicted_compute = {phase: alone[phase].get("compute", 0.0) for phase in _PHASES}
+    predicted_wait = {
+        phase: max(0.0, blocks * seconds - predicted_compute[phase])
         for phase, seconds in zip(_PHASES, (prediction.prefill_s, prediction.decode_s))
     }
-    total_idle = sum(idle.values()) or 1.0
-    computed = {phase: taken[phase] - waited * idle[phase] / total_idle for phase in _PHASES}
-    mixed = not expected["prefill"]  # prompts and single tokens in one pass, which is predicted as decoding
+    run_s, wait_s = float(record["latency_s"]), float(record["time_s"]["wait"])
+    phase_s = {phase: float(record[f"{phase}_s"]) for phase in _PHASES}
+    # Which phase waited is not measured: as predicted.
+    waited = wait_s / (sum(predicted_wait.values()) or 1.0)
+    compute = {phase: phase_s[phase] - waited * predicted_wait[phase] for phase in _PHASES}
+    mixed = not predicted_compute["prefill"]  # prompts and single tokens in one pass, which is predicted as decoding
     if mixed:
-        expected, computed = (dict.fromkeys(_PHASES, sum(times.values())) for times in (expected, computed))
+        predicted_compute, compute = (
+            dict.fromkeys(_PHASES, sum(times.values())) for times in (predicted_compute, compute)
+        )
     factors: dict[str, float] = {}
     for phase in _PHASES:
-        if expected[phase] > _PHASE_SHARE * prediction.latency_s and computed[phase] > 0:
-            factors[phase] = _factor(expected[phase], computed[phase])
-    if waited > _WAIT_SHARE * total:
-        transfer_s = {
-            name: blocks * sum(phase.get(name, 0.0) for phase in prediction.seconds.values())
-            for name in ("disk_read", "to_gpu")
-        }
-        slowest = max(transfer_s, key=lambda name: transfer_s[name])
-        if transfer_s[slowest] > _WAIT_SHARE * prediction.latency_s:
-            return {**factors, slowest: _factor(transfer_s[slowest], total)}
-    phases = [prediction.seconds[phase] for phase in _PHASES]
-    transfers = [[blocks * spent.get(name, 0.0) for name in RESOURCES if name != "compute"] for spent in phases]
-    predicted_share = _hidden_share(transfers, list(expected.values()), prediction.latency_s)
-    measured_share = _hidden_share(transfers, list(computed.values()), sum(taken.values()))
-    notable = not mixed and sum(map(sum, transfers)) > _PHASE_SHARE * total
+        if predicted_compute[phase] > _PHASE_SHARE * prediction.latency_s and compute[phase] > 0:
+            factors[phase] = _factor(predicted_compute[phase], compute[phase])
+    if wait_s > _WAIT_SHARE * run_s:
+        links = {name: sum(alone[phase].get(name, 0.0) for phase in _PHASES) for name in ("disk_read", "to_gpu")}
+        slowest = max(links, key=lambda name: links[name])
+        if links[slowest] > _WAIT_SHARE * prediction.latency_s:
+            return {**factors, slowest: _factor(links[slowest], run_s)}
+    transfers = [[alone[phase].get(name, 0.0) for name in RESOURCES if name != "compute"] for phase in _PHASES]
+    predicted_share = _hidden_share(transfers, list(predicted_compute.values()), prediction.latency_s)
+    measured_share = _hidden_share(transfers, list(compute.values()), sum(phase_s.values()))
+    notable = not mixed and sum(map(sum, transfers)) > _PHASE_SHARE * run_s
     if notable and predicted_share is not None and measured_share is not None:
         factors["overlap"] = _factor(measured_share, predicted_share)
     return factors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,8 +77,9 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
         fractions = _with_placed(problem, policy, placed)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
-    is_exact = rounded or problem.config.experts is not None  # experts have no share of every tier
-    return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if is_exact else None)
+    # Without reads a tier has the same share of every matrix. Experts are not divided: each is on one tier.
+    has_reads = rounded or problem.config.experts is not None
+    return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if has_reads else None)
 
 
 def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
@@ -119,23 +121,21 @@ def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str,
 
 def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions: Affine) -> dict[Tier, WeightReads]:
     """Return what passes read of each tier's weights, per share that `fractions` says the tier has."""
-    sums = {tier: [0.0] * 5 for tier in TIERS}
+    sums = {tier: Counter[str]() for tier in TIERS}  # by the fields of `WeightReads`
     experts: set[str] = set()
     for name, kind in problem.matrix_kinds.items():
         reads, num_bytes = sums[placed[name]], problem.storage.matrices[name]
         if kind == "layer":
-            reads[0] += num_bytes
-            reads[3] += 1
+            reads.update(layer_bytes=num_bytes, matrices=1)
         elif kind == "head":
-            reads[2] += num_bytes
-        elif kind != "embedding":
-            reads[1] += num_bytes
-            reads[4] += kind not in experts
+            reads.update(head_bytes=num_bytes)
+        elif kind != "embedding":  # an expert, whose matrices are one transfer
+            reads.update(expert_bytes=num_bytes, experts=kind not in experts)
             experts.add(kind)
     shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
     return {
-        tier: WeightReads(*(value / shares[tier] for value in values)) if shares[tier] > 0 else WeightReads()
-        for tier, values in sums.items()
+        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
+        for tier, reads in sums.items()
     }
 
 

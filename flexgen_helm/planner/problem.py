@@ -31,7 +31,6 @@ from flexgen_helm.planner.placement import (
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
-    PINNED_EXCESS_SHARE,
     TIERS,
     Kind,
     Machine,
@@ -439,11 +438,6 @@ class PlanningProblem:
         if tier == "disk":
             return pinned, pageable, link.pageable_to_cpu_bytes_s
         return pinned, pinned, link.to_cpu_bytes_s
-
-    @property
-    def pinned_excess(self) -> float:
-        """What caches and hidden states in host memory behind a link take beyond their bytes, as a share of them."""
-        return PINNED_EXCESS_SHARE if self.hardware.gpu is not None else 0.0
 
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         """Positions of a sequence's cache that a decode step fetches to the gpu.

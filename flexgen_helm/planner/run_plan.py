@@ -23,7 +23,6 @@ from flexgen_helm.planner.placement import (
     MAX_SEQUENCES,
     MAX_STAGED_CACHE_SHARE,
     PASS_TOKENS,
-    PINNED_EXCESS_SHARE,
     STAGED_CACHE_SHARE,
     STREAMED_BATCH_TOKENS,
     TIER_PLACES,
@@ -313,8 +312,6 @@ def plan_run(
 
     Raises `MemoryLimitError` if not even one sequence has room.
     """
-    if placement.machine.has_gpu:
-        free = {**free, "cpu": int(free["cpu"] / (1 + PINNED_EXCESS_SHARE))}
     if choices.policy is not None:
         return _plan(placement, size, free, choices)
     choices = replace(choices, schedule=choices.schedule if solution is None else solution.schedule)

@@ -17,7 +17,6 @@ from flexgen_helm.planner.placement import (
     GRAPH_ROWS,
     GRAPHS_SHARE,
     HOST_UPCAST_ELEMENTS,
-    KEPT_MASK_BYTES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
     SAMPLED_ELEMENTS,
@@ -134,7 +133,7 @@ class Workspace:
         total += self.product_bytes
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
-            total += KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * prompt
+            total += 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * prompt
             if cache.is_sparse:  # scores of a top-k selection: their sums, the largest, and a copy without the others
                 total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
         return total

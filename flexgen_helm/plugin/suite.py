@@ -152,7 +152,7 @@ class Suite:
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
-    num_answers: how many of this call's unfinished runs were there at its end, of how many.
+    num_answers: answers to this call's unfinished runs that were there at its end, and how many they ask for.
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
@@ -252,7 +252,8 @@ class Suite:
             self._left_blocks = keep_blocks(self._folders[0].parent, service, list(self._blocks.values()))
         errors = {name: block.error() for name, block in self._blocks.items()}
         self._block_errors = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        return min((service.loading_s(block.model, began) for block in self._blocks.values()), default=0.0)
+        loaded = [block.model for block in self._blocks.values() if service.loaded(block.model) is not None]
+        return min((service.loading_s(model, began) for model in loaded), default=0.0)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""

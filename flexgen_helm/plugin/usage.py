@@ -225,7 +225,8 @@ def _suite_usage(
     for name in dict.fromkeys(run.model.name for run in executed):
         of_model = [run for run in executed if run.model.name == name]
         earlier_of_model = [run for run in earlier if run.get("model") == name]
-        models[name] = _model_usage(models.get(name, {}), earlier_of_model, of_model)
+        new = [run for run in of_model if run.name not in before.get("runs", ())]
+        models[name] = _model_usage(models.get(name, {}), earlier_of_model, of_model, new)
     return {
         "runs": list(dict.fromkeys([*before.get("runs", ()), *names])),
         "failed": sorted(({*before.get("failed", ())} - {*tried}) | {*failed}),
@@ -235,19 +236,26 @@ def _suite_usage(
 
 
 def _model_usage(
-    before: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], executed: Sequence[HelmRun]
+    before: Mapping[str, Any],
+    earlier: Sequence[Mapping[str, Any]],
+    executed: Sequence[HelmRun],
+    new: Sequence[HelmRun],
 ) -> dict[str, Any]:
     """Add up one model's usage.
 
     before: its usage so far. earlier: files of its runs that this call did not execute. executed: runs of this call.
+    new: those of them that no earlier call executed.
     """
     fingerprint = executed[-1].fingerprint
     if before.get("fingerprint") != fingerprint:  # the name meant other weights
         before = {}
     earlier = [run for run in earlier if run.get("fingerprint") == fingerprint]
     blocks = list({id(run.block): run.block for run in executed if run.block}.values())
-    if not blocks and "workload" in before:  # nothing was computed, so its seconds and its work stay those that were
-        return dict(before)
+    decisions = [run.chat_template for run in executed if run.chat_template is not None]
+    chat_template = decisions[-1] if decisions else before.get("chat_template")
+    if not blocks and "workload" in before:  # nothing was computed, so what was, and its work, stay as they were
+        work = add_usage([before, runs_usage(new)]) if new else {}
+        return {**before, "chat_template": chat_template, **work}
     nothing: dict[str, Any] = {}
     block = reduce(add_blocks, blocks, nothing)
     is_all_computed = not earlier and not any(answer.is_cached for run in executed for answer in run.responses.values())
@@ -255,8 +263,6 @@ def _model_usage(
         block = dict(before)
     elif not is_all_computed:  # else (`--disable-cache`) what the earlier computation took is replaced
         block = add_blocks(before, block)
-    decisions = [run.chat_template for run in executed if run.chat_template is not None]
-    chat_template = decisions[-1] if decisions else before.get("chat_template")
     usage = add_usage([runs_usage(executed), *earlier])
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
 

@@ -1,8 +1,9 @@
 """Dequantization into the compute type, and products with quantized weights: compiled loops, else plain torch.
 
 Plain torch passes over the values several times, each through memory; a compiled loop passes once and leaves the tile
-in the cache. Both give the same bits. numba (CPUs) and Triton (CUDA) compile at the first call and keep the result on
-disk. The first error of Triton, such as a machine without a C compiler, ends its use in this process.
+in the cache. Both dequantize to the same bits; products of few rows sum codes instead, and differ by rounding. numba
+(CPUs) and Triton (CUDA) compile at the first call and keep the result on disk. The first error of Triton, such as a
+machine without a C compiler, ends its use in this process.
 """
 
 from __future__ import annotations

@@ -177,8 +177,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def has_all_instances(folder: Path, scenario: str, num_instances: int) -> bool:
     """Whether a run has every instance of its data set: HELM found fewer than it was asked for."""
+    return num_instances == _SIZES.get(scenario) or 0 < num_instances < asked_instances(folder)
+
+
+def asked_instances(folder: Path) -> int:
+    """Return the -m that a run's prompts were made with; 0 where HELM's file does not say it."""
     asked = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
-    return num_instances == _SIZES.get(scenario) or (isinstance(asked, int) and 0 < num_instances < asked)
+    return asked if isinstance(asked, int) else 0
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:

@@ -167,7 +167,7 @@ class Scheduler:
 
     A pass takes every running sequence one token further and admits waiting ones as long as their cache fits. A
     shared prefix precedes its users in the queue. Sequences that end give their slots back at once. In which order the
-    batches of a pass meet the layers is the schedule's choice (`planner.schedules`).
+    batches of a pass meet the layers is the schedule's choice (`Schedule.order`).
 
     Without pages (`SchedulerLimits.page_tokens`) a sequence gets the cache of its longest possible answer when it is
     admitted, and a prompt with continuations reserves theirs. With pages the cache grows with the answers:

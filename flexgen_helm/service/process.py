@@ -16,6 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+# Of this process, once `cli.main` has decided it: Python tells nobody what `sys.exit` was given.
+command_exit_code: int | None = None
+
 
 def interrupt_on_signals(interrupt: Callable[[], None]) -> None:
     """Call `interrupt` in front of the handlers of SIGINT and SIGTERM, once; only the main thread may.
@@ -46,16 +49,16 @@ def _chain(signal_number: int, interrupt: Callable[[], None]) -> None:
     signal.signal(signal_number, handler)
 
 
-def close_at_exit(close: Callable[[], bool], exit_code: int | None) -> None:
+def close_at_exit(close: Callable[[], bool], exit_code: int | None = None) -> None:
     """Close a service while the interpreter ends; exit at once where its thread does not stop.
 
-    close: `Service.close`. exit_code: of the process, as far as it is decided.
+    close: `Service.close`. exit_code: of the process where no command decides it; None: whether an exception ended it.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
     if not close():
-        _leave_at_once(exit_code)
+        _leave_at_once(exit_code if command_exit_code is None else command_exit_code)
     # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
     # that search: without it, it prints a page of objects that it takes for leaked.
     if "triton" not in sys.modules:

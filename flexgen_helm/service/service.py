@@ -56,15 +56,20 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
 
     chat: identity of the chat format that rendered it, which decides how its model thinks.
     """
-    ids, stop = tuple(r.prompt_token_ids or ()), tuple(r.stop)
+    ids, stop = () if r.prompt_token_ids is None else tuple(r.prompt_token_ids), tuple(r.stop)
     fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
     fields += [] if chat is None else [chat]
     # Keys of 0.1.0 know token ids only, and stay what they were.
     newer = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
-    fields += [newer] if any(newer) else []
+    fields += [newer] if newer != [None, None, False, None] else []
     fields += ["echo_greedy"] if r.echo_greedy else []
     fields += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
-    return hashlib.sha256(json.dumps(fields, default=vars).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of an array's element, or the fields of a record."""
+    return value.item() if hasattr(value, "item") else vars(value)
 
 
 @dataclass(frozen=True)
@@ -237,10 +242,6 @@ class Service:
     def interrupt(self) -> None:
         """Stop all work soon. Takes no lock: a signal handler may call it."""
         self._interrupted.set()
-
-    @property
-    def is_interrupted(self) -> bool:
-        return self._interrupted.is_set()
 
     def resume(self) -> None:
         """Serve again after `interrupt`, unless closed: in a notebook an interruption does not end the process."""

@@ -91,7 +91,7 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         if key in metadata and type(metadata[key]) is not expected:
             raise CheckpointError(f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}")
     model = metadata.get(Keys.Tokenizer.MODEL)
-    if model is None or Keys.Tokenizer.LIST not in metadata:
+    if model is None or not metadata.get(Keys.Tokenizer.LIST):
         return None
     if model not in _MODELS:
         raise UnsupportedArchitectureError(

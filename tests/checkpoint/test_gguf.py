@@ -224,6 +224,9 @@ def test_a_model_in_parts_is_read_whole(llama, tmp_path):
     assert read.fingerprint == quick_fingerprint(resolve(str(parts[0])), parts[0])
     with pytest.raises(CheckpointError, match=r"part 2 of 2; name the part that ends in -00001-of-00002.*--merge"):
         open_checkpoint(parts[1])
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(CheckpointError, match="both have a tensor"):
+        open_checkpoint(parts[0])
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf cannot be read"):
         open_checkpoint(parts[0])
@@ -240,6 +243,10 @@ def test_unknown_architecture_and_foreign_files(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
     with pytest.raises(UnsupportedArchitectureError, match="mamba"):
+        open_checkpoint(file)
+    write_gguf(file, "llama", {".a": 1, ".b": 2}, [])
+    file.write_bytes(file.read_bytes().replace(b"llama.b", b"llama.a"))
+    with pytest.raises(CheckpointError, match="two values under one key"):
         open_checkpoint(file)
     (tmp_path / "text.gguf").write_text("no model at all, but longer than a header of 24 bytes")
     with pytest.raises(CheckpointError, match=r"text\.gguf"):

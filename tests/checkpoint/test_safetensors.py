@@ -188,8 +188,12 @@ def test_folder_without_weights_or_with_too_many(folder):
     shutil.copy(weights, folder / "more.safetensors")
     with pytest.raises(CheckpointError, match="2 safetensors files"):
         open_checkpoint(folder)
-    weights.unlink()
-    (folder / "more.safetensors").unlink()
+    index = {"weight_map": {"a": weights.name, "b": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"more\.safetensors and weights\.safetensors both have a tensor "):
+        open_checkpoint(folder)
+    for file in (weights, folder / "more.safetensors", folder / "model.safetensors.index.json"):
+        file.unlink()
     with pytest.raises(CheckpointError, match="no weights"):
         open_checkpoint(folder)
 

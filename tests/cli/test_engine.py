@@ -6,12 +6,14 @@ import io
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.cli.perplexity import windows
+from flexgen_helm.cli.perplexity import measure, windows
 from flexgen_helm.engine.engine import Engine
+from flexgen_helm.request import GenerationResult
 from tests.helpers.chat_models import add_template
 
 
@@ -135,14 +137,17 @@ def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch):
         asked_for.append(len(requests))
         return whole(self, requests, on_result=on_result)
 
-    with open(tmp_path / "out.jsonl.partial", "a") as file:
-        file.write('{"line": 2, "key"')  # of a process that was killed
+    cut = b'{}\n{"line": 2, "key": "\xff'  # of a process that was killed
+    (tmp_path / "out.jsonl.partial").write_bytes((tmp_path / "out.jsonl.partial").read_bytes() + cut)
+    monkeypatch.setattr(Engine, "run", run)
+    write_lines(asked, [{"prompt": "the quick", "max_tokens": k} for k in (1, 5, 6)])
+    assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]) == 130
     monkeypatch.setattr(Engine, "run", count)
     command = ["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]
     partial = (tmp_path / "out.jsonl.partial").read_bytes()
     assert cli.main(command) == 0 and asked_for == [1]
     answers = read_lines(out)
-    assert answers[0]["completions"] == kept["completions"] and len(answers) == 2 and "key" not in answers[0]
+    assert answers[0]["completions"] == kept["completions"] and len(answers) == 3 and "key" not in answers[0]
     assert not (tmp_path / "out.jsonl.partial").exists()
     for change in ([str(tiny("opt").path), [{"prompt": "the slow", "max_tokens": 1}, {"prompt": "x", "max_tokens": 5}]],
                    [str(tiny("llama").path), [{"prompt": "the quick", "max_tokens": k} for k in (1, 5)]]):  # fmt: skip
@@ -191,3 +196,11 @@ def test_perplexity_of_what_cannot_be_scored_is_refused(tiny, tmp_path, capsys, 
     argv = ["perplexity", str(tiny("llama").path), "--text", str(tmp_path / "text"), "--window", str(window)]
     assert cli.main(argv) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite():
+    result = GenerationResult(prompt_logprobs=(None, -1e4))
+    tokenizer = SimpleNamespace(encode=lambda text, **options: [1, 2])
+    config = SimpleNamespace(max_positions=2)
+    engine = SimpleNamespace(tokenizer=tokenizer, config=config, run=lambda requests: [result])
+    assert measure(engine, "a b", 2) == {"tokens_scored": 1, "nll": 1e4, "perplexity": math.inf}

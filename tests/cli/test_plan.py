@@ -143,7 +143,7 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
     [
         (("--model", "opt-30b"), "plan needs --model with --prompt-len and --gen-len or with -c FILE"),
         (("--model", "opt-30b", "--prompt-len", "512", "--gen-len", "0"), "--gen-len 0"),
-        (("--model", "opt-30b", "--prompt-len", "4000", "--gen-len", "3"), "2048 positions"),
+        (("--model", "opt-30b", "--prompt-len", "2047", "--gen-len", "3"), "2048 positions"),
         (("--model", "opt-31b", *LENGTHS), "opt-30b"),
         (("--model", "opt-30b", *LENGTHS, "--hardware", "t5"), "t4"),
         (("--model", "opt-30b", *LENGTHS, "--cpu-memory", "-5"), "is no size"),
@@ -159,7 +159,7 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
         (("--model", "opt-30b", *LENGTHS, "--csv"), "add --frontier or --from-csv"),
         (("--from-csv", "absent.csv"), "cannot be read"),
         (("-r", "mmlu:subject=anatomy", "--model", "opt-30b", "--gen-len", "0"), "have their own lengths"),
-        (("--from-csv", "absent.csv", "--precision", "4bit"), "leave everything out"),
+        (("--from-csv", "absent.csv", "--precision", "4bit"), "leave out all but --hardware, --offload-dir, "),
     ],
 )
 def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):

@@ -111,20 +111,21 @@ def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
     request = {"model": "flexgen/some", "prompt": prompt, "temperature": 0.0, "num_completions": 1, "max_tokens": most,
                "stop_sequences": ["\n"], "echo_prompt": False}  # fmt: skip
     references = [{"output": {"text": "wrong"}, "tags": []}, {"output": {"text": reference}, "tags": ["correct"]}]
-    return {"instance": {"references": references}, "request": request, **more}
+    return {"instance": {"id": prompt, "references": references}, "request": request, **more}
 
 
-def write_run(output: Path, name: str, states: list[dict], inside: str = "dry_run") -> Path:
+def write_run(output: Path, name: str, states: list[dict], inside: str = "dry_run", asked: int = 9) -> Path:
     file = output / "runs" / "s" / name / inside / "scenario_state.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"request_states": states}))
+    (file.parent / "run_spec.json").write_text(json.dumps({"adapter_spec": {"max_eval_instances": asked}}))
     return file
 
 
 EXAMPLES = "".join(f"Question: what is {number} times {number}?\nAnswer: {number * number}\n" for number in range(40))
 
 
-def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
+def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch, capsys):
     model = tiny("llama")
     arguments = "flexgen_helm.service.models.model_arguments"
     monkeypatch.setattr(arguments, lambda name, options: ModelArguments(name, str(model.path)))
@@ -133,7 +134,16 @@ def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
     file = write_run(tmp_path, "gsm:model=flexgen_some", states)
     config = replace(read_model_config("llama-2-70b")[0], max_positions=10**6)
     reader = PromptReader(config, "cuda", None)
-    found = reader.workload("gsm", file)
+    found = reader.workload("gsm", file, 1000)  # 9 were asked for, and the data has 3
+    assert reader.workload("gsm", file, 2).expected.num_sequences == 2
+    machine = ("--model", "opt-30b", "--hardware", "t4", "--precision", "4bit", "-o", str(tmp_path), "--suite", "s")
+    assert cli.main(["plan", "-r", "gsm", *machine, "--json"]) == 0
+    assert " -m 9 " in json.loads(capsys.readouterr().out)["commands"][0]
+    cut = write_run(tmp_path, "gsm:k=1,model=flexgen_some", states, asked=3)
+    with pytest.raises(UsageError, match="were made with -m 3; plan with -m 3, or make them with -m 4 in another"):
+        reader.workload("gsm", cut, 4)
+    entry = "gsm:max_eval_instances=3"
+    assert replace(reader.workload("gsm", cut, 3), entry=entry) == reader.workload(entry, cut, 4)
 
     from tokenizers import Tokenizer as Backend
 
@@ -151,7 +161,7 @@ def test_real_prompts_are_counted(tiny, tmp_path, monkeypatch):
     # Prompts that share nothing save nothing; a choice is a letter and its end; scored tokens pass the head.
     different = [state(f"{word} {EXAMPLES}", "x", output_mapping={"A": "x"}) for word in ("apple", "ribbon")]
     different[1]["request"] |= {"max_tokens": 0, "echo_prompt": True}
-    alone = reader.workload("gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", different))
+    alone = reader.workload("gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", different), 9)
     assert alone.expected.saved_tokens <= 2 and {output for _, output, _ in alone.expected.groups} == {1, 2}
     assert alone.expected.scored_tokens > 0.9 * len(encode(EXAMPLES).ids)
 
@@ -173,9 +183,9 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
     foreign = state("a", "b")
     foreign["request"]["model"] = "openai/gpt2"
     with pytest.raises(UsageError, match="were made for openai/gpt2; plan reads those of models of flexgen/"):
-        reader.workload("gsm", write_run(tmp_path, "gsm:model=openai_gpt2", [foreign]))
+        reader.workload("gsm", write_run(tmp_path, "gsm:model=openai_gpt2", [foreign]), 9)
     with pytest.raises(UsageError, match="has no requests; make the prompts again"):
-        reader.workload("gsm", write_run(tmp_path, "gsm:model=flexgen_x", []))
+        reader.workload("gsm", write_run(tmp_path, "gsm:model=flexgen_x", []), 9)
     (tmp_path / "runs" / "empty").mkdir()
     with pytest.raises(UsageError, match="has no prompts; make them with"):
         made_prompts(tmp_path / "runs" / "empty")

@@ -12,7 +12,8 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.engine_flags import check_engine_flags, say_what_limits_lack
+from flexgen_helm.cli.plan_problem import Asked, problem_for
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware import process_state
@@ -65,13 +66,20 @@ def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says, tmp_p
     assert len(lines) == 1 and says in lines[0], refused.err
 
 
-@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("entries",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("models", "--json"), ("entries",), ("--help",), ("plan", "--help"), ("--version",), ("absent",)],
+)
 def test_a_reader_that_has_read_enough_is_no_error(arguments):
+    is_refused = arguments == ("absent",)
     with subprocess.Popen(
-        [sys.executable, "-m", "flexgen_helm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "flexgen_helm", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if is_refused else subprocess.PIPE,
     ) as process:
         process.stdout.close()
-        assert b"Error" not in process.stderr.read() and process.wait(60) == 0
+        assert is_refused or b"Error" not in process.stderr.read()
+        assert process.wait(60) == (2 if is_refused else 0)
 
 
 def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
@@ -103,11 +111,16 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
                 "1x1,0,100,0,100,0,100",
             )
             cli.main(["plan", "--model", "opt-125m", *lengths, "--gpu-memory", "8GiB", "--cpu-memory", "1048576GiB"])
+            asked = Asked({"limits": limits}, "opt-125m", "laptop", 1, False, False)
+            assert problem_for(asked, 2047, 2).limits["gpu"] == 0  # of 2,048 positions: the last token needs none
         else:
             check_engine_flags({"limits": limits, "device": device})
         gpu, cpu = capsys.readouterr().err.splitlines()[:2]
         assert gpu == f"--gpu-memory has no effect: no GPU of {machine} computes"
         assert re.fullmatch(rf"--cpu-memory 1,048,576 GiB is beyond the [\d.]+ GiB that {machine} has; lower it", cpu)
+    capsys.readouterr()
+    say_what_limits_lack(limits, 4 << 30, 1 << 50, "t4")
+    assert capsys.readouterr().err == "--gpu-memory 8 GiB is beyond the 4 GiB that t4 has; lower it\n"
     check_engine_flags({"limits": MemoryLimits(gpu=8, cpu=1 << 20), "device": "sim"})
     assert not capsys.readouterr().err
 

@@ -23,6 +23,7 @@ from flexgen_helm.errors import (
     NumericalError,
 )
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.offload.transfer_stats import TransferStats
 from flexgen_helm.offload.weights import TieredWeights
 from tests.helpers import backend_models
 from tests.helpers.tiny_models import build_tiny, kv_bytes_per_token
@@ -128,7 +129,7 @@ def test_equal_requests_are_computed_once(engine):
     assert workload["prompt_tokens"] == 36 and math.isclose(workload["prompt_tokens_computed"], 4)
 
 
-def test_the_run_record_adds_up(engine):
+def test_the_run_record_adds_up(engine, monkeypatch):
     requests = [GenerationRequest(prompt_token_ids=[4] * (3 + i), max_tokens=i, ignore_eos=True) for i in range(5)]
     results = engine.run(requests)
     record = engine.last_run
@@ -139,6 +140,11 @@ def test_the_run_record_adds_up(engine):
     assert record["prefill_s"] + record["decode_s"] <= record["latency_s"]
     assert record["efficiency"] == 1.0
     assert math.isclose(record["actual_throughput"], (25 + 10) / record["latency_s"])
+    # Waiting in batches that ran out of memory, which no request is charged.
+    monkeypatch.setattr(TransferStats, "seconds", lambda self: {"wait_weights": 1e6})
+    engine.run(requests)
+    times = engine.last_run["time_s"]
+    assert times["compute"] == 0 and math.isclose(times["wait"] + times["other"], engine.last_run["latency_s"])
 
 
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):

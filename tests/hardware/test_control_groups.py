@@ -40,6 +40,10 @@ def test_the_group_with_the_least_room_counts(tmp_path, version):
     group(root / "job" / "step", version, 90 * MIB, 10 * MIB)
     found = host_memory(*files(tmp_path, version, "/job/step"))
     assert (found.total, found.available, found.group_limit) == (90 * MIB, 50 * MIB, 100 * MIB)
+    most = psutil.virtual_memory().total - MIB  # more than is free
+    group(tmp_path / f"v{version}" / "large", version, most, 0)
+    found = host_memory(*files(tmp_path, version, "/large"))
+    assert (found.total, found.group_limit) == (most, most) and found.available < most
     found = host_memory(*files(tmp_path, version, "/"))
     assert found.total == psutil.virtual_memory().total and found.group_limit is None
 

@@ -272,6 +272,8 @@ def test_beyond_this_machine_a_key_is_needed(folder, tmp_path, monkeypatch, caps
         assert model.id == str(folder) and KEY not in served.output
         assert cli.main(["serve", str(folder), "--port", str(served.port)]) == 2
         assert "cannot be taken" in capsys.readouterr().err
+    assert cli.main(["serve", str(folder), "--host", "a..b", "--key-file", str(file)]) == 2
+    assert "--host a..b is no address" in capsys.readouterr().err
     file.write_text("short")
     for arguments, why in (
         (["--host", "0.0.0.0"], "a key is needed"),

@@ -73,7 +73,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
     if not two_versions:
 
         def one_version(self, layer, states):
-            self._tensor(layer)[:, : len(states)] = states
+            self._versions(layer)[:, : len(states)] = states
 
         monkeypatch.setattr(BlockStates, "write", one_version)
     monkeypatch.setattr(Executor, "_layer", fails_once)

@@ -297,6 +297,10 @@ def test_entries_that_no_model_has_are_refused_in_one_sentence(changes, tmp_path
     with pytest.raises((CheckpointError, UnsupportedArchitectureError)) as refused:
         Engine.from_pretrained(tmp_path, weights="dummy")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    if (number := next(iter(changes.values()))) == 10**9:
+        with pytest.raises(ValueError, match=f"is {number}; at most 4,096 can be read"):
+            empty_model.class_and_config(json.dumps({**whole, "text_config": changes}))
 
 
 @pytest.mark.one_release

@@ -195,11 +195,3 @@ def test_a_layer_larger_than_the_ring_is_transferred_for_every_batch(ring, passe
         return block_costs(problem, BlockShape(8, 8, ZIGZAG)).decode["disk_read"][WD]
 
     assert read_s(1.0) - read_s(0.0) == pytest.approx(7 * 32 * passes), "7 matrices of 32 layers, 8 batches"
-
-
-def test_plans_leave_room_for_what_pinned_regions_have_beyond_caches():
-    problem = on_machine("t4")
-    shape, cached = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
-    exact = 32 * 544 * problem.kv_elements * 2
-    form = block_costs(problem, shape, resident=True).memory["cpu"][0]
-    assert float(form @ cached) == pytest.approx(exact * (1 + placement.PINNED_EXCESS_SHARE))

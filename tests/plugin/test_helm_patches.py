@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from helm.benchmark import model_deployment_registry as deployments
@@ -252,6 +252,20 @@ def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: p
 
 
 # The suite's small parts
+
+
+def test_a_model_that_was_not_loaded_does_not_hide_how_long_the_first_took(
+    use_context: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    service = MagicMock()
+    service.submit.side_effect = lambda model: Mock(model=model)
+    service.loaded.side_effect = {"b": "loaded", "c": "loaded"}.get
+    service.loading_s.side_effect = lambda model, since: {"a": 0.0, "b": 3.0, "c": 8.0}[model]
+    use_context(Mock(service=service))
+    monkeypatch.setattr(suite, "keep_blocks", lambda *_: {})
+    called = suite.Suite(ModelSettings())
+    called._folders = [tmp_path]
+    assert called._compute({model: (model,) for model in "abc"}) == 3.0  # type: ignore[misc]
 
 
 def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:

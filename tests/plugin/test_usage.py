@@ -63,9 +63,13 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     assert found["padding"]["to_longest"] == 1.0
     again = call(run_of(tmp_path, "one", 10, {}))["models"]["m"]
     assert again == found
+    # A new run whose answers are all stored: its work counts, and nothing more was moved.
+    stored = call(run_of(tmp_path, "four", 5, {}))
+    assert stored["models"]["m"]["workload"] == stored["totals"]["workload"]
+    assert stored["models"]["m"]["time_s"] == found["time_s"]
     assert call(run_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
     # Fewer requests, all of them stored: their work is not that of the seconds.
-    assert call(run_of(tmp_path, "two", 3, {}))["models"]["m"]["workload"]["prompt_tokens"] == 45
+    assert call(run_of(tmp_path, "two", 3, {}))["models"]["m"]["workload"]["prompt_tokens"] == 50
     # Other weights of the same name, and a file that is not ours.
     other = call(run_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
     assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1

@@ -66,6 +66,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "id is a text": ({"prompt_token_ids": ["a"]}, "no token id"),
     "ids are a text": ({"prompt_token_ids": "78"}, ""),
     "ids are floats": ({"prompt_token_ids": np.array([7.0, 8.0])}, ""),
+    "ids are an iterator": ({"prompt_token_ids": iter([7])}, "a list of token ids"),
     "ids are nested": ({"prompt_token_ids": [[7, 8]]}, ""),
     "prompt and ids": ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
     "nothing to be drawn from": ({"prompt": "a", "top_p": 0.0}, "top_p"),

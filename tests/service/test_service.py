@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flexgen_helm.concurrency import stop_point, stopped_by
@@ -43,9 +44,13 @@ def test_a_key_knows_every_field_of_a_request() -> None:
     plain = GenerationRequest(prompt_token_ids=(1,))
     changed = [replace(plain, **{name: value}) for name, value in CHANGES.items()]
     changed += [replace(request, messages=[{"role": "user", "content": "b"}]) for request in changed[:1]]
+    changed += [GenerationRequest(**{name: []}) for name in ("messages", "prompt_token_ids")]
+    changed += [GenerationRequest(prompt="")]
     keys = [request_key(request) for request in (plain, *changed)]
     assert len(set(keys)) == len(keys)
     assert request_key(plain) == request_key(replace(plain, prompt_token_ids=[1]))
+    array = replace(plain, prompt_token_ids=np.array([1]), max_tokens=np.int64(16), temperature=np.float32(0))
+    assert request_key(plain) == request_key(array) and array.validate() is None
     # The identity of a chat format says how its model thinks: these keys are in the caches of users.
     assert request_key(plain, "chat") == request_key(replace(plain, thinking=ThinkingFormat()), "chat") != keys[0]
 

@@ -32,7 +32,7 @@ from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 
 service, reader = Service(EngineLoader()), ModelReader("this harness")
-atexit.register(process.close_at_exit, service.close, None)
+atexit.register(process.close_at_exit, service.close)
 process.interrupt_on_signals(service.interrupt)
 model = ModelArguments("tiny", {path!r}, options={{"device": "cpu"}})
 service.preload(model)

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -26,6 +27,7 @@ from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import CheckpointError, Interrupted, UnsupportedArchitectureError
 from flexgen_helm.progress import Event, describe, observed_by
+from flexgen_helm.tokenizer import gguf_tokenizer
 from flexgen_helm.tokenizer.gguf_tokenizer import IRRELEVANT, NEUTRAL
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from flexgen_helm.tokenizer.tokenizer import _in_use as tokenizers_in_use
@@ -256,7 +258,7 @@ def test_a_tokenizer_is_built_once_while_it_is_in_use(tmp_path):
     assert not [known for known in tokenizers_in_use.values() if known.vocab_size == 2]
 
 
-def test_unknown_kinds_are_named(tmp_path):
+def test_unknown_kinds_are_named(tmp_path, monkeypatch):
     for pre in ("strange", "default", None):  # llama.cpp's 'default' is no model's rule
         path = write(tmp_path / "pre.gguf", {**vocabulary("gpt2"), "tokenizer.ggml.pre": pre})
         with pytest.raises(
@@ -268,6 +270,9 @@ def test_unknown_kinds_are_named(tmp_path):
         Tokenizer.from_path(path)
     path = write(tmp_path / "none.gguf", {**vocabulary("gpt2"), "tokenizer.ggml.model": None})
     assert Tokenizer.from_path(path) is None
+    metadata = {**vocabulary("gpt2"), "tokenizer.ggml.tokens": []}
+    monkeypatch.setattr(gguf_tokenizer, "read_gguf_header", lambda path: SimpleNamespace(metadata=metadata))
+    assert gguf_tokenizer.read_gguf_tokenizer(path) is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, 
 OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
+_COUNT = re.compile(r"(?!.*(embed|size))(n_layers?$|num_|.*experts)")
 # Buffers up to this size have values; larger ones, such as masks, are not used.
 _MAX_BUFFER_ELEMENTS = 1 << 21
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
@@ -56,10 +58,10 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
 
     Raises `UnsupportedArchitectureError` for one without a causal class, and what a configuration class raises.
     """
-    content = _checked(json.loads(config_text))
     with import_lock("transformers"):
         import transformers
         from transformers import AutoConfig
+    content = _checked(transformers.PretrainedConfig._decode_special_floats(json.loads(config_text)))
     name = next(iter(content.pop("architectures", None) or ()), "")
     cls: Any = getattr(transformers, name, None)
     is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
@@ -90,19 +92,17 @@ class _NoLargeTensors(TorchFunctionMode):
 
 
 def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that describe the model, without those that choose code or storage.
+    """Return the entries that describe the model and its parts, without those that choose code or storage.
 
     Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
     """
+    checked = {}
     for name, value in content.items():
-        is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
-        if is_count and isinstance(value, int) and value > MAX_MODULES:
+        if _COUNT.match(name) and isinstance(value, int) and value > MAX_MODULES:
             raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
-    from transformers import PretrainedConfig
-
-    content = PretrainedConfig._decode_special_floats(content)  # infinity is no JSON
-    ignored = {"auto_map", "quantization_config"}
-    return {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
+        if name not in ("auto_map", "quantization_config") and not name.startswith("_"):
+            checked[name] = _checked(value) if isinstance(value, dict) else value
+    return checked
 
 
 @contextmanager
