@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.forks import python
 from tests.helpers.real_runs import flexgen_helm
 from tests.helpers.tiny_models import TinyModel
 
@@ -39,10 +39,10 @@ def test_only_a_new_request_imports_the_engine(tiny: Callable[[str], TinyModel],
     modules_of(tmp_path, "3")
     first = record(tmp_path)
 
-    stored = modules_of(tmp_path, "3", (sys.executable,))
+    stored = modules_of(tmp_path, "3", python("plan"))
     assert not ENGINE & {*stored} and "sklearn" in stored
     assert first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
 
-    new = modules_of(tmp_path, "5", (sys.executable,))
+    new = modules_of(tmp_path, "5", python("plan"))
     assert {*new} >= ENGINE
     assert 0 < record(tmp_path)["num_reused"] < record(tmp_path)["workload"]["num_unique"]
