@@ -23,7 +23,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'flexgen-he
 
 
 # So many that a worker which is killed after its first answers leaves work.
-NUM_REQUESTS = 1200
+NUM_REQUESTS = 600
 
 
 @pytest.fixture(scope="module")
