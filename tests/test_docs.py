@@ -117,15 +117,6 @@ def test_the_chart_is_up_to_date() -> None:
     assert (DOCS / "images" / "measured.svg").read_text() == load(DOCS / "figures.py").chart(), "run `make pages`"
 
 
-def test_pictures_of_the_papers_tables_are_up_to_date() -> None:
-    drawn = load(DOCS / "paper_charts.py").charts()
-    page = (DOCS / "paper.md").read_text()
-    for name, text in drawn.items():
-        assert (DOCS / "images" / name).read_text() == text, "run `make pages`"
-        assert f"](images/{name})" in page
-    assert page.count("](images/") == len(drawn)
-
-
 def shell_lines(text: str) -> Iterator[str]:
     """Lines of a page's code blocks, continued lines joined, without prompts."""
     for _, block in FENCE.findall(text):
@@ -150,6 +141,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "line",
     [
