@@ -146,8 +146,8 @@ def variants(workload: Workload) -> list[Variant]:
     A tenth of the weights are on the GPU, cache and hidden states on the host. With the paper's fifth, our staging
     ring has no room in 16 GB for a model of 60 GB.
     """
-    full = Policy(workload.batch_rows, workload.batches, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0)
-    small = Policy(max(1, workload.batch_rows // 6), 1, wg=0.0, wc=1.0, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
+    full = Policy.parse(f"{workload.batch_rows}x{workload.batches},10,90,0,100,0,100")
+    small = Policy.parse(f"{max(1, workload.batch_rows // 6)}x1,0,100,100,0,100,0")
     return [
         Variant("all techniques", full, {}, 7.32),
         Variant("no weights on the gpu", replace(full, wg=0.0, wc=1.0), {}, 7.26),

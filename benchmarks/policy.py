@@ -158,18 +158,19 @@ def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, 
 
 def spread_cases() -> list[Case]:
     """Return ten policies over schedules, placements and devices."""
-    return [
-        Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(32, 3, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(16, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(24, 4, 0, 0, 0, 1, 0, 1), ROW),
-        Case("sim", Policy(48, 2, 0, 1, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(32, 3, 0.2, 0.8, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(24, 4, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(16, 2, 0.2, 0.8, 0, 1, 0, 1), ROW),
-        Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), ZIGZAG),
-    ]
+    cases = (
+        ("cpu", "96x1,0,100,0,100,0,100", ZIGZAG),
+        ("cpu", "96x1,0,0,0,100,0,100", ZIGZAG),
+        ("cpu", "32x3,0,50,0,100,0,100", ZIGZAG),
+        ("cpu", "16x1,0,0,0,100,0,100", ZIGZAG),
+        ("cpu", "24x4,0,0,0,100,0,100", ROW),
+        ("sim", "48x2,0,100,0,100,0,100", ZIGZAG),
+        ("sim", "32x3,20,80,0,100,0,100", ZIGZAG),
+        ("sim", "24x4,0,50,0,100,0,100", ZIGZAG),
+        ("sim", "16x2,20,80,0,100,0,100", ROW),
+        ("sim", "8x1,0,100,100,0,100,0", ZIGZAG),
+    )
+    return [Case(device, Policy.parse(text), schedule) for device, text, schedule in cases]
 
 
 def grid_cases() -> list[Case]:
