@@ -95,6 +95,7 @@ def test_a_pass_takes_what_its_busiest_resource_takes(slowdown, policy, ratio):
     assert slowdown(policy, ratio) <= BOUND
 
 
+@pytest.mark.slow
 def test_threads_that_wake_late_leave_no_gap_on_the_link(slowdown):
     """A tenth of a unit's copy: another thread's copy is under way meanwhile."""
     assert slowdown(WEIGHTS, 0.25, wake=0.1) <= BOUND

@@ -70,6 +70,7 @@ def same(results: list[GenerationResult], expected: list[GenerationResult]) -> N
         assert result.prompt_logprobs[1:] == pytest.approx(wanted.prompt_logprobs[1:], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_workers_answer_as_one_process_though_one_hangs_and_the_next_dies(session, tiny, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_SILENCE_S", 10.0)
     path = str(tiny("llama").path)
@@ -112,7 +113,9 @@ def test_two_workers_answer_as_one_process_though_one_hangs_and_the_next_dies(se
         engine.close()
 
 
-def test_addresses_without_a_cluster(session):
+def test_addresses_without_a_cluster(monkeypatch):
+    session = RaySession(RayOptions("local"))
+    monkeypatch.setattr("ray.cluster_resources", dict)
     assert session.device("auto") == "cpu" and session.device("sim") == "sim"
     with pytest.raises(UsageError, match="Ray gives each worker one; say cuda"):
         session.device("cuda:1")
