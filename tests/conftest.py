@@ -22,13 +22,12 @@ _home = tempfile.TemporaryDirectory(prefix="flexgen_helm_tests")
 os.environ["FLEXGEN_HELM_HOME"] = _home.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Threads that wait leave their core to the other programs of a run.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Plans are made for a known machine: measuring this one would take half a minute for every home folder.
 os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else "laptop")  # `-m gpu`
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Here and in the processes that tests start: threads of tiny products wait for each other where others compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of tests that take more
 
 with suppress(ImportError):  # a GPU machine may lack it
     from hypothesis import HealthCheck, settings
