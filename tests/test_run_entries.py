@@ -41,6 +41,7 @@ from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import share
+from tests.helpers.tiny_models import TinyModel
 
 MODEL = "flexgen/opt-125m"
 
@@ -52,7 +53,7 @@ MODEL = "flexgen/opt-125m"
 @example("a:b=c=d")
 @example("a:b:c=d")
 @example("a:b=1,b=2")
-def test_an_entry_is_read_as_helm_reads_it(entry):
+def test_an_entry_is_read_as_helm_reads_it(entry: str) -> None:
     try:
         theirs = parse_object_spec(entry)
     except ValueError:
@@ -68,7 +69,7 @@ def test_an_entry_is_read_as_helm_reads_it(entry):
     )
 
 
-def test_every_run_spec_of_helm_is_known():
+def test_every_run_spec_of_helm_is_known() -> None:
     helm_run_specs.discover_run_spec_functions()
     # Other tests may register run specs of their own.
     registered = {
@@ -79,7 +80,7 @@ def test_every_run_spec_of_helm_is_known():
     assert run_spec_names() == registered and len(registered) > 300
 
 
-def test_what_helm_runs_is_accepted():
+def test_what_helm_runs_is_accepted() -> None:
     """Every run spec with what HELM's own files contain: groups, deployments, expanders, other clients' models."""
     groups = list(ModelRunExpander("").get_model_group_to_model_names())
     models = [
@@ -111,7 +112,7 @@ def with_arguments(name: str) -> str:
 
 
 @pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
-def test_helm_makes_a_run_of_every_shipped_entry(conf, tmp_path, monkeypatch):
+def test_helm_makes_a_run_of_every_shipped_entry(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read as HELM reads them. Offline; LegalBench's run specs need a file, which the test writes."""
     monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path))
     write_legalbench_settings(tmp_path)
@@ -127,7 +128,7 @@ def test_helm_makes_a_run_of_every_shipped_entry(conf, tmp_path, monkeypatch):
     assert len(runs) == len(entries)  # no two in one folder
 
 
-def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path):
+def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> None:
     conf = tmp_path / "x.conf"
     conf.write_text(
         'x: "text"\nentries: [\n  # {description: "commented:a=b", priority: 1}\n'
@@ -159,12 +160,12 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path):
         (f"gsm:size=3,model={MODEL}", "'size', which gsm does not take; it takes no arguments of its own$"),
     ],
 )
-def test_a_wrong_entry_is_answered_with_what_is_right(entry, says):
+def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         check_entries([f"simple_mcqa:model={MODEL}", entry], [])
 
 
-def test_all_entries_of_a_command_are_checked(tmp_path):
+def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     conf = tmp_path / "x.conf"
     conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
     with pytest.raises(UsageError, match="did you mean simple_mcqa"):
@@ -192,7 +193,7 @@ def test_all_entries_of_a_command_are_checked(tmp_path):
     assert len(check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=facebook/opt-6.7b", "-m", "1"]))) == 1
 
 
-def test_a_shipped_file_is_found_from_every_folder(tmp_path, monkeypatch):
+def test_a_shipped_file_is_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = read_conf(ROOT / "runs" / "quickstart.conf")
     for named in ("runs/quickstart.conf", "quickstart.conf"):
@@ -217,7 +218,7 @@ def passed_to_helm(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespac
     return passed[0]
 
 
-def test_an_entry_without_a_model_is_answered_with_one():
+def test_an_entry_without_a_model_is_answered_with_one() -> None:
     for entry, separator in (("mmlu:subject=anatomy", ","), ("simple_mcqa", ":")):
         with pytest.raises(UsageError, match="names no model") as refused:
             check_entries([entry], [])
@@ -228,7 +229,7 @@ def test_an_entry_without_a_model_is_answered_with_one():
     check_entries(["simple_mcqa", f"gsm:model={MODEL}"], [])  # as HELM, which looks for one model in all of them
 
 
-def test_other_plugins_may_know_more(monkeypatch):
+def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = "theirs:model=opt-125m"
     check_entries([entry], [], has_plugins=True)
     with pytest.raises(UsageError, match="'theirs'"):
@@ -237,12 +238,12 @@ def test_other_plugins_may_know_more(monkeypatch):
     check_entries([entry], [])
 
 
-def test_a_run_spec_of_this_process_is_known(monkeypatch):
+def test_a_run_spec_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(helm_run_specs._REGISTERED_RUN_SPEC_FUNCTIONS, "made_here", lambda: None)
     check_entries([f"made_here:model={MODEL}"], [])
 
 
-def test_the_users_deployments_are_theirs(tmp_path):
+def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     ours = {"class_name": run_entries.CLIENT_CLASS}
     content = [
         {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "opt-125m"}}},
@@ -266,7 +267,7 @@ def test_the_users_deployments_are_theirs(tmp_path):
     check_entries([f"simple_mcqa:model={MODEL}"], [], local_path=tmp_path)
 
 
-def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny, tmp_path):
+def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     config = (tiny("llama").path / "config.json").read_text()
@@ -309,7 +310,9 @@ def pasted(message: str, folder: Path, **variables: str) -> str:
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", ["it's: a #folder", "opt-125m"])
-def test_the_lines_that_name_a_folder_work(tiny, tmp_path, monkeypatch, name):
+def test_the_lines_that_name_a_folder_work(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.delenv("FLEXGEN_HELM_MODELS", raising=False)
     folder = tmp_path / name
     folder.symlink_to(tiny("llama").path, target_is_directory=True)
@@ -329,7 +332,7 @@ def test_the_lines_that_name_a_folder_work(tiny, tmp_path, monkeypatch, name):
     assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(tiny("llama").path)
 
 
-def test_a_model_of_helms_own_clients_is_hinted_at():
+def test_a_model_of_helms_own_clients_is_hinted_at() -> None:
     assert hints(["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]) == [
         "model=facebook/opt-6.7b is computed by HELM's own client; write model=flexgen/opt-6.7b for flexgen_helm",
         "model=openai/gpt2 is computed by HELM's own client",
