@@ -18,7 +18,7 @@ from typing import Any
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import alternate
-from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
+from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
@@ -128,7 +128,7 @@ def block_arguments(workload: Workload, scaled: Scaled, variant: Variant, scratc
         "disk_gb_s": list(scaled.disk_gb_s),
         "offload_dir": str(scratch),
         "schedule": "zigzag",
-        "policy": policy_text(variant.policy),
+        "policy": str(variant.policy),
     }
     return {
         "model": workload.model,
@@ -186,7 +186,7 @@ def assemble(workload: Workload, records: Mapping[str, Sequence[Mapping[str, Any
             "ratio": ratio,
             **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
             "seconds": [record["latency_s"] for record in repeats],
-            "policy": [policy_text(variant.policy)],
+            "policy": [str(variant.policy)],
             "bytes": repeats[-1]["bytes"],
             "time_s": repeats[-1]["time_s"],
             "placement": repeats[-1]["achieved_placement"],

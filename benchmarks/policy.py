@@ -19,7 +19,6 @@ import psutil
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags
 from flexgen_helm.benchmarks.engine_task import run_blocks
-from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import policy as planner_policy
@@ -70,7 +69,7 @@ class Case:
     schedule: Schedule
 
     def __str__(self) -> str:
-        return f"{self.device} {self.schedule} {policy_text(self.policy)}"
+        return f"{self.device} {self.schedule} {self.policy}"
 
 
 def run(options: Options) -> dict[str, Any]:
