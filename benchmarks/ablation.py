@@ -18,7 +18,7 @@ from typing import Any
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import alternate
-from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
+from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
@@ -128,7 +128,7 @@ def block_arguments(workload: Workload, scaled: Scaled, variant: Variant, scratc
         "disk_gb_s": list(scaled.disk_gb_s),
         "offload_dir": str(scratch),
         "schedule": "zigzag",
-        "policy": policy_text(variant.policy),
+        "policy": str(variant.policy),
     }
     return {
         "model": workload.model,
@@ -146,8 +146,8 @@ def variants(workload: Workload) -> list[Variant]:
     A tenth of the weights are on the GPU, cache and hidden states on the host. With the paper's fifth, our staging
     ring has no room in 16 GB for a model of 60 GB.
     """
-    full = Policy(workload.batch_rows, workload.batches, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0)
-    small = Policy(max(1, workload.batch_rows // 6), 1, wg=0.0, wc=1.0, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
+    full = Policy.parse(f"{workload.batch_rows}x{workload.batches},10,90,0,100,0,100")
+    small = Policy.parse(f"{max(1, workload.batch_rows // 6)}x1,0,100,100,0,100,0")
     return [
         Variant("all techniques", full, {}, 7.32),
         Variant("no weights on the gpu", replace(full, wg=0.0, wc=1.0), {}, 7.26),
@@ -186,7 +186,7 @@ def assemble(workload: Workload, records: Mapping[str, Sequence[Mapping[str, Any
             "ratio": ratio,
             **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
             "seconds": [record["latency_s"] for record in repeats],
-            "policy": [policy_text(variant.policy)],
+            "policy": [str(variant.policy)],
             "bytes": repeats[-1]["bytes"],
             "time_s": repeats[-1]["time_s"],
             "placement": repeats[-1]["achieved_placement"],

@@ -17,12 +17,6 @@ STORAGE_BYTES, COMPUTE_BYTES = 2, 4  # of a weight's and an activation's element
 _NO_LIMIT = 1 << 50
 
 
-def policy_text(policy: Policy) -> str:
-    """Return the policy as the flag `--policy` takes it."""
-    shares = (policy.wg, policy.wc, policy.cg, policy.cc, policy.hg, policy.hc)
-    return f"{policy.gpu_batch_size}x{policy.num_gpu_batches},{','.join(f'{100 * share:g}' for share in shares)}"
-
-
 def offload_setting(
     config: ModelConfig, rows: int, prompt: int, output: int, share: float, batches: int = 1
 ) -> tuple[int, Policy]:

@@ -26,7 +26,7 @@ import psutil
 from flexgen_helm.benchmarks import Options, packed, peers, summary
 from flexgen_helm.benchmarks.common import machine, machine_profile, refuse_engine_flags, run_row
 from flexgen_helm.benchmarks.engine_task import alternate
-from flexgen_helm.benchmarks.memory_settings import STORAGE_BYTES, in_memory_limit, offload_setting, policy_text
+from flexgen_helm.benchmarks.memory_settings import STORAGE_BYTES, in_memory_limit, offload_setting
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.report.throughput import versions
 
@@ -122,7 +122,7 @@ def measure(workload: Workload, profile: HardwareProfile, scratch: Path, tell: C
         **sizes,
         break_even_rows=break_even,
         limit_cpu_bytes=limit,
-        policy=policy_text(policy),
+        policy=str(policy),
     )
     tell(
         f"products and disk: {_rates_text(rates)}; B* = {break_even:.0f} rows; a block of {batch_rows} x "
@@ -140,7 +140,7 @@ def measure(workload: Workload, profile: HardwareProfile, scratch: Path, tell: C
             "model": workload.model,
             "engine": {
                 "device": "cpu",
-                "policy": policy_text(policy),
+                "policy": str(policy),
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
             },

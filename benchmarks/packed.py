@@ -21,7 +21,6 @@ from flexgen_helm.benchmarks.memory_settings import (
     block_cache_bytes,
     first_that_fits,
     hidden_bytes,
-    policy_text,
 )
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import StorageSizes, Tier
@@ -94,14 +93,10 @@ def setting(config: ModelConfig, precision: str, case: Case) -> tuple[str, dict[
     if device == "gpu":
         limits |= {"gpu": limit, "cpu": 2 * weights}
 
-    def policy(share: float) -> Policy:
-        if device == "gpu":
-            return Policy(case.rows, 1, wg=share, wc=1 - share, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
-        return Policy(case.rows, 1, wc=share)
-
-    policies = [policy(percent / 100) for percent in range(100, -1, -1)]
+    shares = "{},{},100,0,100,0" if device == "gpu" else "0,{},0,100,0,100"
+    policies = [Policy.parse(f"{case.rows}x1,{shares.format(near, 100 - near)}") for near in range(100, -1, -1)]
     chosen = first_that_fits(StorageSizes(config, PRECISIONS[precision]), limits, device, reserve, policies)
-    return policy_text(chosen), {tier: size for tier, size in limits.items() if size}
+    return str(chosen), {tier: size for tier, size in limits.items() if size}
 
 
 def cache_bytes(config: ModelConfig, precision: str, case: Case) -> int:

@@ -14,7 +14,7 @@ from flexgen_helm.benchmarks import accelerate_task
 from flexgen_helm.benchmarks.common import ProcessKilled, run_row, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
-from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
+from flexgen_helm.benchmarks.memory_settings import offload_setting
 from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.models.config import ModelConfig
 
@@ -60,7 +60,7 @@ def measure(
                     record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
                 else:
                     limit, policy = offload_setting(config, rows, **sizes, share=workload.weights_share)
-                    engine = {"device": "cpu", "policy": policy_text(policy), "schedule": "zigzag"}
+                    engine = {"device": "cpu", "policy": str(policy), "schedule": "zigzag"}
                     engine["offload_dir"] = str(scratch / "ours")
                     arguments = {**block, "engine": engine, "limits": {"cpu": limit}, "warm": True}
                     record = in_own_process(run_engine, arguments, group)

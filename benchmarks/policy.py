@@ -19,7 +19,6 @@ import psutil
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags
 from flexgen_helm.benchmarks.engine_task import run_blocks
-from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import policy as planner_policy
@@ -70,7 +69,7 @@ class Case:
     schedule: Schedule
 
     def __str__(self) -> str:
-        return f"{self.device} {self.schedule} {policy_text(self.policy)}"
+        return f"{self.device} {self.schedule} {self.policy}"
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -158,18 +157,19 @@ def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, 
 
 def spread_cases() -> list[Case]:
     """Return ten policies over schedules, placements and devices."""
-    return [
-        Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(32, 3, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(16, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
-        Case("cpu", Policy(24, 4, 0, 0, 0, 1, 0, 1), ROW),
-        Case("sim", Policy(48, 2, 0, 1, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(32, 3, 0.2, 0.8, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(24, 4, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
-        Case("sim", Policy(16, 2, 0.2, 0.8, 0, 1, 0, 1), ROW),
-        Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), ZIGZAG),
-    ]
+    cases = (
+        ("cpu", "96x1,0,100,0,100,0,100", ZIGZAG),
+        ("cpu", "96x1,0,0,0,100,0,100", ZIGZAG),
+        ("cpu", "32x3,0,50,0,100,0,100", ZIGZAG),
+        ("cpu", "16x1,0,0,0,100,0,100", ZIGZAG),
+        ("cpu", "24x4,0,0,0,100,0,100", ROW),
+        ("sim", "48x2,0,100,0,100,0,100", ZIGZAG),
+        ("sim", "32x3,20,80,0,100,0,100", ZIGZAG),
+        ("sim", "24x4,0,50,0,100,0,100", ZIGZAG),
+        ("sim", "16x2,20,80,0,100,0,100", ROW),
+        ("sim", "8x1,0,100,100,0,100,0", ZIGZAG),
+    )
+    return [Case(device, Policy.parse(text), schedule) for device, text, schedule in cases]
 
 
 def grid_cases() -> list[Case]:

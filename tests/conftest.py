@@ -27,6 +27,7 @@ os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Here and in the processes that tests start: threads of tiny products wait for each other where others compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of tests that take more
 
 with suppress(ImportError):  # a GPU machine may lack it
     from hypothesis import HealthCheck, settings

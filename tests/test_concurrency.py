@@ -54,7 +54,7 @@ def in_new_process(program: str, *arguments: Path) -> str:
 
 
 @pytest.mark.parametrize(("guard", "errors"), [("import_lock('replaces_itself')", "0"), ("nullcontext()", "7")])
-def test_a_package_that_replaces_itself_is_imported_whole(tmp_path: Path, guard: str, errors: str) -> None:
+def test_a_package_that_replaces_itself_is_imported_whole(tmp_path, guard, errors):
     (tmp_path / "replaces_itself.py").write_text(REPLACES_ITSELF)
     assert in_new_process(IMPORT_NAME.format(guard=guard), tmp_path) == errors
 
@@ -75,7 +75,7 @@ def call_at_once(function: Callable[[str], Any], keys: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("decorator", [single_flight, cache])
-def test_one_call_per_key(decorator: Any) -> None:
+def test_one_call_per_key(decorator):
     called: list[str] = []
 
     @decorator
@@ -95,7 +95,7 @@ def test_one_call_per_key(decorator: Any) -> None:
     assert load(key="a") == load(key="a") == ["a"] and len(called) == 4
 
 
-def test_waiting_callers_get_the_error_and_the_next_one_tries_again() -> None:
+def test_waiting_callers_get_the_error_and_the_next_one_tries_again():
     called: list[str] = []
 
     @single_flight

@@ -104,7 +104,7 @@ def allowed_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", SHIPPED)
-def test_every_import_is_declared(folder: str) -> None:
+def test_every_import_is_declared(folder):
     found = {
         str(path): undeclared
         for path in sources([folder])
@@ -113,7 +113,7 @@ def test_every_import_is_declared(folder: str) -> None:
     assert not found, "declare these in setup.cfg"
 
 
-def test_an_undeclared_import_is_found() -> None:
+def test_an_undeclared_import_is_found():
     source = "import os\nimport torch.nn\ndef f():\n    from requests.adapters import HTTPAdapter\n    import triton"
     assert missing(source, {"torch"}) == ["requests"]
     assert missing("import yaml", names("")) == [] and missing("import yaml", {"torch"}) == ["yaml"]
@@ -135,7 +135,7 @@ def admitted(requirement: Requirement, first_good: str) -> list[str]:
     return [str(version) for version in (*below, Version("0.1")) if requirement.specifier.contains(version)]
 
 
-def test_bounds_exclude_versions_with_advisories() -> None:
+def test_bounds_exclude_versions_with_advisories():
     rows = _ADVISORY.findall((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
     bounds = {canonicalize_name(bound.name): bound for extra in declared().values() for bound in extra}
     assert {name for name, _, _ in rows} >= {"transformers", "torch", "jinja2"}
@@ -144,7 +144,7 @@ def test_bounds_exclude_versions_with_advisories() -> None:
     assert ".".join(map(str, OLDEST_TORCH)) == first_torch, "what `convert` asks for"
 
 
-def test_a_bound_that_admits_an_advisory_is_found() -> None:
+def test_a_bound_that_admits_an_advisory_is_found():
     assert admitted(Requirement("x>=3.1.6"), "3.1.6") == []
     assert admitted(Requirement("x>=3.1"), "3.1.6") == ["3.1.5.999"]
     assert admitted(Requirement("x"), "5.3") == ["4.999", "5.2.999", "0.1"]

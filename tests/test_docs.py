@@ -49,12 +49,12 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     found = {name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in pages()}
     assert {page: broken for page, broken in found.items() if broken} == {}
 
 
-def test_a_broken_link_is_found() -> None:
+def test_a_broken_link_is_found():
     page = DOCS / "index.md"
     text = "[a](tutorial.md) [b](nowhere.md) [c](tutorial.md#nowhere) [d](#where-to-start) [e](https://x.org)"
     assert broken_links(page, text) == ["nowhere.md", "tutorial.md#nowhere"]
@@ -78,20 +78,20 @@ def absent_pages(text: str) -> list[str]:
     return sorted({name for name in named if not (ROOT / name).exists()})
 
 
-def test_pages_and_files_that_are_named_exist() -> None:
+def test_pages_and_files_that_are_named_exist():
     this = name_of(Path(__file__))
     found = {name: absent for name, text in tracked_text() if name != this and (absent := absent_pages(text))}
     assert found == {}
 
 
-def test_an_absent_page_is_found() -> None:
+def test_an_absent_page_is_found():
     assert absent_pages("see docs/helm.md, docs/index.md and `tests/nowhere.py`") == [
         "docs/helm.md",
         "tests/nowhere.py",
     ]
 
 
-def test_every_environment_variable_is_described() -> None:
+def test_every_environment_variable_is_described():
     listed = set(re.findall(r"^\| `(FLEXGEN_HELM_\w+)`", (DOCS / "reference/environment.md").read_text(), re.MULTILINE))
     shipped = ("flexgen_helm/", "scenarios/", "benchmarks/")
     used = {
@@ -103,27 +103,18 @@ def test_every_environment_variable_is_described() -> None:
     assert listed == used
 
 
-def test_the_command_reference_is_up_to_date() -> None:
+def test_the_command_reference_is_up_to_date():
     made = load(DOCS / "commands.py").page()
     assert (DOCS / "reference" / "commands.md").read_text() == made, "run `make pages`"
 
 
-def test_the_catalogue_of_errors_is_up_to_date() -> None:
+def test_the_catalogue_of_errors_is_up_to_date():
     assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), "run `make pages`"
 
 
 @pytest.mark.fast(1)
-def test_the_chart_is_up_to_date() -> None:
+def test_the_chart_is_up_to_date():
     assert (DOCS / "images" / "measured.svg").read_text() == load(DOCS / "figures.py").chart(), "run `make pages`"
-
-
-def test_pictures_of_the_papers_tables_are_up_to_date() -> None:
-    drawn = load(DOCS / "paper_charts.py").charts()
-    page = (DOCS / "paper.md").read_text()
-    for name, text in drawn.items():
-        assert (DOCS / "images" / name).read_text() == text, "run `make pages`"
-        assert f"](images/{name})" in page
-    assert page.count("](images/") == len(drawn)
 
 
 def shell_lines(text: str) -> Iterator[str]:
@@ -140,7 +131,7 @@ def shown_commands() -> list[str]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def checkout(tmp_path, monkeypatch):
     """The current folder has what a checkout has, and the files of run entries that readers write."""
     for name in ("benchmarks", "runs"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -150,6 +141,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "line",
     [
@@ -158,7 +150,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if line.startswith("flexgen-helm plan ")
     ],
 )
-def test_plans_that_the_docs_show_are_made(line: str, checkout: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_the_docs_show_are_made(line, checkout, capsys):
     from flexgen_helm.cli import main
 
     words = shlex.split(line, comments=True)[1:]
@@ -166,7 +158,7 @@ def test_plans_that_the_docs_show_are_made(line: str, checkout: None, capsys: py
     assert main(words) == 0, capsys.readouterr().err
 
 
-def test_arguments_that_the_docs_show_are_taken(checkout: None) -> None:
+def test_arguments_that_the_docs_show_are_taken(checkout):
     """Parsed as the command does; run entries and files of `run` are found, too."""
     from flexgen_helm.cli.app import app
     from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags

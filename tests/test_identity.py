@@ -69,18 +69,18 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def test_labels_of_precisions_are_those_of_0_1_0() -> None:
+def test_labels_of_precisions_are_those_of_0_1_0():
     known = GOLDEN["precisions"]
     assert {name: [PRECISIONS[name].label, PRECISIONS[name].weights_label] for name in known} == known
 
 
-def test_architecture_records_have_the_texts_of_0_1_0() -> None:
+def test_architecture_records_have_the_texts_of_0_1_0():
     """They are part of the fingerprint of dummy weights."""
     texts = {name: CATALOG[name].config.identity_text() for name in GOLDEN["specs"]}
     assert {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()} == GOLDEN["specs"]
 
 
-def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch):
     import torch
 
     from flexgen_helm.engine import fingerprint as module
@@ -102,7 +102,7 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)])
-def test_every_changed_value_changes_the_text(change: dict[str, Any]) -> None:
+def test_every_changed_value_changes_the_text(change):
     assert replace(RopeConfig(), **change).identity_text() != RopeConfig().identity_text()
 
 
@@ -114,7 +114,7 @@ class Later(Identified, name="First", first_version="old_name=renamed"):
     added: float | None = None
 
 
-def test_new_fields_count_only_where_they_say_something() -> None:
+def test_new_fields_count_only_where_they_say_something():
     assert Later(1).identity_text() == "First(old_name=1)"
     assert Later(1, 0.5).identity_text() == "First(old_name=1, added=0.5)"
 
@@ -131,13 +131,13 @@ class Moved(
     new: tuple[int, ...] = ()
 
 
-def test_a_later_field_that_is_renamed_or_moved_keeps_its_name_and_place() -> None:
+def test_a_later_field_that_is_renamed_or_moved_keeps_its_name_and_place():
     assert Moved().identity_text() == "First(gone='x', old_name=1)"
     text = Moved(first=2, last=4, new=(3,)).identity_text()
     assert text == "First(gone='x', old_name=1, old=(3,), first=2, last=4)"
 
 
-def test_values_without_a_text_of_their_own_are_refused() -> None:
+def test_values_without_a_text_of_their_own_are_refused():
     with pytest.raises(TypeError, match="Path has no text"):
         text_of((1, Later(1), Path("a")))
     with pytest.raises(TypeError, match="dict has no text"):
@@ -145,7 +145,7 @@ def test_values_without_a_text_of_their_own_are_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
-def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_0_1_0_wrote_is_reused(precision, tmp_path, monkeypatch):
     from flexgen_helm import Engine, Policy
     from flexgen_helm.engine import fingerprint as module
     from flexgen_helm.offload.disk import WeightFiles
@@ -175,7 +175,7 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
             assert result.prompt_logprobs[1:] == pytest.approx(was.prompt_logprobs[1:], abs=1e-5)
 
 
-def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path, monkeypatch):
     """The inverse: the guard of the test above can fail."""
     from flexgen_helm import Engine, Policy
     from flexgen_helm.offload.disk import WeightFiles
@@ -221,9 +221,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "form, weights", [("tokenizer.json", "pretrained"), ("vocab.json", "pretrained"), ("vocab.json", "dummy")]
 )
-def test_every_file_that_is_opened_is_in_the_fingerprint(
-    form: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_that_is_opened_is_in_the_fingerprint(form, weights, tmp_path, monkeypatch):
     from flexgen_helm import Engine
 
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))

@@ -54,7 +54,7 @@ def held_elsewhere(path: Path, code: int) -> Iterator[subprocess.Popen[str]]:
 
 
 @without_locks
-def test_one_process_has_a_lock_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_one_process_has_a_lock_and_is_named(tmp_path, monkeypatch, code):
     refuse(monkeypatch, code)
     path = tmp_path / "new" / "a.lock"
     with held_elsewhere(path, code) as process:
@@ -67,7 +67,7 @@ def test_one_process_has_a_lock_and_is_named(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_an_old_file_of_a_machine_with_locks_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_file_of_a_machine_with_locks_is_no_lock(tmp_path, monkeypatch):
     """The home is copied onto a file system without locks, as docs/how-to/offline.md says."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     (tmp_path / "hashes.json.lock").touch()
@@ -78,7 +78,7 @@ def test_an_old_file_of_a_machine_with_locks_is_no_lock(tmp_path: Path, monkeypa
     assert {path.name for path in tmp_path.iterdir()} == {"hashes.json", "hashes.json.lock"}
 
 
-def test_a_wait_is_told_and_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_told_and_can_be_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "TELL_AFTER_S", 0.1)
     told: list[str] = []
     path = tmp_path / "lock"
@@ -93,7 +93,7 @@ def test_a_wait_is_told_and_can_be_interrupted(tmp_path: Path, monkeypatch: pyte
     assert told == [f"waiting for {path}, which process {os.getpid()} has locked"]
 
 
-def test_a_disk_that_runs_out_of_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_runs_out_of_locks_is_named(tmp_path, monkeypatch):
     """NFS whose lock daemon does not run."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     refuse(monkeypatch, errno.ENOLCK)
@@ -103,15 +103,16 @@ def test_a_disk_that_runs_out_of_locks_is_named(tmp_path: Path, monkeypatch: pyt
     update_state("facts.json", lambda content: content.update(a=1))  # can be found out again
 
 
-def test_doctor_says_that_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_that_there_are_no_locks(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "_python_subprocess", lambda *_: None)
     refuse(monkeypatch, errno.ENOSYS)
     finding = doctor.run_checks()["locks"]
     assert finding.status == "failed" and str(tmp_path) in finding.found and " has no locks " in finding.found
     assert finding.remedy == "Run one command at a time, or name another folder in FLEXGEN_HELM_HOME."
 
 
-def test_a_home_that_is_read_only_is_read_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     with read_only(tmp_path / "home"), state_lock("a.lock"), state_lock("a.lock"):

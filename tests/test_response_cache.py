@@ -50,19 +50,19 @@ SOME = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4
 
 @settings(max_examples=60)
 @given(results)
-def test_round_trip_is_exact(result: GenerationResult) -> None:
+def test_round_trip_is_exact(result):
     assert decode_result(encode_result(result)) == result
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_and_errors_are_refused(value: float) -> None:
+def test_values_that_are_not_finite_and_errors_are_refused(value):
     with pytest.raises(ValueError):
         encode_result(GenerationResult((Completion("a", ("a",), (1,), (value,), "stop"),)))
     with pytest.raises(ValueError):
         encode_result(GenerationResult(error=RequestError("no")))
 
 
-def test_results_survive_closing(tmp_path: Path) -> None:
+def test_results_survive_closing(tmp_path):
     many = {f"k{i}": SOME for i in range(1201)}  # more than one query's worth of keys
     with closing(ResponseCache(tmp_path / "a" / "j.sqlite")) as cache:
         cache.put_many(many)
@@ -76,7 +76,7 @@ class Bomb:
         return (open, ("/nonexistent/executed", "w"))  # type: ignore[return-value]
 
 
-def test_foreign_rows_are_ignored_and_never_executed(tmp_path: Path) -> None:
+def test_foreign_rows_are_ignored_and_never_executed(tmp_path):
     path = tmp_path / "j.sqlite"
     planted: dict[str, object] = {
         "pickle": pickle.dumps(Bomb()),
@@ -94,14 +94,14 @@ def test_foreign_rows_are_ignored_and_never_executed(tmp_path: Path) -> None:
         assert cache.get_many(["good", *planted]) == {"good": SOME}
 
 
-def test_a_file_that_is_no_response_cache_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_response_cache_is_named(tmp_path):
     path = tmp_path / "j.sqlite"
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(ResponseCacheError, match=r"j\.sqlite is damaged or not a response cache.*move the file away"):
         ResponseCache(path)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_another_format_is_refused(tmp_path):
     path = tmp_path / "j.sqlite"
     ResponseCache(path).close()
     with sqlite3.connect(path) as connection:
@@ -110,13 +110,13 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         ResponseCache(path)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ResponseCacheError, match="cannot be created"):
         ResponseCache(tmp_path / "file" / "j.sqlite")
 
 
-def test_one_file_a_fingerprint(tmp_path: Path) -> None:
+def test_one_file_a_fingerprint(tmp_path):
     names = {response_cache_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")}
     assert len(names) == 5
     assert all(response_cache_path(tmp_path, name).parent == tmp_path / "journal" for name in ("a", "../../a"))
@@ -133,7 +133,7 @@ for start in range(0, 500, 25):
 """
 
 
-def test_four_processes_lose_nothing(tmp_path: Path) -> None:
+def test_four_processes_lose_nothing(tmp_path):
     path = tmp_path / "j.sqlite"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)]) for who in range(4)]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
@@ -143,7 +143,7 @@ def test_four_processes_lose_nothing(tmp_path: Path) -> None:
     assert all(found[f"{who}-{i}"].cost == Cost(who, i) for who in range(4) for i in range(500))
 
 
-def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path, monkeypatch):
     result = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),))
 
     def is_stored(path: Path, wait_s: float) -> bool:

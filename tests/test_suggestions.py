@@ -35,19 +35,19 @@ SCENARIOS = {
 }
 
 
-def test_a_misspelt_name_is_found_first() -> None:
+def test_a_misspelt_name_is_found_first():
     assert {typed: close_names(typed)[0] for typed in MODELS} == MODELS
     assert {typed: closest(typed, run_spec_names())[0] for typed in SCENARIOS} == SCENARIOS
 
 
-def test_a_family_finds_its_members() -> None:
+def test_a_family_finds_its_members():
     assert set(close_names("smollm2")) == {name for name in CATALOG if name.startswith("smollm2")}
     assert all(name.startswith("mistral-7b") for name in close_names("mistral7b"))
 
 
-def test_what_is_like_nothing_finds_nothing() -> None:
+def test_what_is_like_nothing_finds_nothing():
     assert not any(map(close_names, ["", "-", "bert-base", "falcon-40b", "tinyllama", "zzz"]))
 
 
-def test_lists_for_sentences() -> None:
+def test_lists_for_sentences():
     assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["a", "a or b", "a, b or c"]

@@ -16,7 +16,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_table_fits_and_no_word_is_cut(width: int) -> None:
+def test_a_table_fits_and_no_word_is_cut(width):
     drawn = table_text(HEADINGS, ROWS, width, ("n",))
     lines = drawn.splitlines()
     assert max(map(len, lines)) <= width
@@ -28,14 +28,14 @@ def test_a_table_fits_and_no_word_is_cut(width: int) -> None:
     assert "0.5400  -10.00 … +20.00" in drawn, "short cells stay on one line"
 
 
-def test_columns_that_have_no_room_are_left_out_and_named() -> None:
+def test_columns_that_have_no_room_are_left_out_and_named():
     assert "No room" not in table_text(HEADINGS, ROWS, 80)
     narrow = table_text(HEADINGS, ROWS, 60, ("n",))
     assert narrow.endswith("(No room for: n, verdict.)") and "0.5400  -10.00 … +20.00" in narrow
     assert table_text(HEADINGS, ROWS, 40).endswith("  verdict.)"), "the last columns go"
 
 
-def test_numbers_are_aligned_to_the_right() -> None:
+def test_numbers_are_aligned_to_the_right():
     rows = [["a", "1", "x"], ["b", "1,000", "xyz"], ["c", "", ""]]
     assert table_text(["name", "count", "word"], rows, 80).splitlines()[2:] == [
         "a         1  x",
@@ -44,7 +44,7 @@ def test_numbers_are_aligned_to_the_right() -> None:
     ]
 
 
-def test_sentences_break_at_words_and_commands_stay() -> None:
+def test_sentences_break_at_words_and_commands_stay():
     command = "  flexgen-helm run -r " + "simple_mcqa:model=flexgen/tiny " * 4
     text = f"prompts of tiny go through its chat template; go on with:\n{command}"
     *lines, last = fill(text, 30).splitlines()
@@ -58,6 +58,6 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("kind, expected", [("xterm-256color", True), ("dumb", False), ("unknown", False)])
-def test_a_dumb_terminal_is_read_like_a_pipe(kind: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dumb_terminal_is_read_like_a_pipe(kind, expected, monkeypatch):
     monkeypatch.setenv("TERM", kind)
     assert is_terminal(Terminal()) == expected and not is_terminal(io.StringIO())

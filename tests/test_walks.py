@@ -28,7 +28,6 @@ from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import TinyModel
 
 PAGE = ROOT / "docs/developers/architecture.md"
 # What a request becomes on its way, by class. HELM's own are Request and RequestResult.
@@ -95,7 +94,7 @@ def listed(page: str, life: str = "request") -> set[str]:
     return set(re.findall(r"^\| `(\S+)` \|", section, flags=re.MULTILINE))
 
 
-def test_the_page_lists_the_files_that_a_request_passes(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_the_page_lists_the_files_that_a_request_passes(tiny, tmp_path):
     environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*python("all"), "-c", PROGRAM, str(tiny("llama").path), json.dumps(FORMS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
@@ -143,7 +142,7 @@ def compute(path: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("life", ["weight", "cached token"])
-def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, tmp_path, life) -> None:
+def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, tmp_path, life):
     """Told by their sizes: MLP matrices of 48 x 80 values in 16 bits, keys and values of 2 heads with 8 elements."""
 
     def is_weight(value: object) -> bool:
@@ -168,7 +167,7 @@ def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, t
     assert f"{len(files)} files" in page.split(f"## The life of a {life}")[1].split("\n## ")[0]
 
 
-def test_a_file_is_seen_that_is_given_a_value() -> None:
+def test_a_file_is_seen_that_is_given_a_value():
     def work() -> object:
         return closest("smolm", ["smollm2", "opt-125m"])
 
@@ -206,7 +205,7 @@ def climbs_of(work: Callable[[], object], order: list[str]) -> set[tuple[str, st
     return climbs
 
 
-def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, monkeypatch) -> None:
+def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, monkeypatch):
     """Streamed weights, so that the run is searched; and it is compared, so that it teaches."""
     monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path, page = tiny("llama").path, PAGE.read_text()
@@ -220,7 +219,7 @@ def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, mon
     assert climbs == set(re.findall(r"^\| `(\w+)/` calls `(\w+)/` \|", section, flags=re.MULTILINE))
 
 
-def test_a_call_upwards_is_seen() -> None:
+def test_a_call_upwards_is_seen():
     """Turned upside down, the order makes a climb of a call that goes down."""
     from flexgen_helm.planner.policy import ZIGZAG, Policy
     from flexgen_helm.planner.predict import predict

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexgen_helm.benchmarks import KNOWN
 from flexgen_helm.benchmarks.paper.comparison import TABLES, Table
-from flexgen_helm.benchmarks.paper.rows import Sources
+from flexgen_helm.benchmarks.paper.rows import Row, Sources
 
 # Benchmarks whose stored results are in the tables.
 _MEASURED = ("ablation", "clients", "precisions")
@@ -39,9 +39,10 @@ def page() -> str:
         lines += ["", f"## {table.title}", "", f"`--table {table.name}`, {table.unit}.", ""]
         if table.picture is not None:
             lines += [f"![{table.picture}](images/paper_{table.name}.svg)", ""]
+        rows = table.rows(sources)
         # The rows of a large table that is drawn are the command's.
-        if table.picture is None or len(table.rows(sources)) <= _MOST_DRAWN_ROWS:
-            lines += [*_lines(table, sources), ""]
+        if table.picture is None or len(rows) <= _MOST_DRAWN_ROWS:
+            lines += [*_lines(table, rows), ""]
         lines += [textwrap.fill(table.note[0].upper() + table.note[1:], 120)]
     return "\n".join(lines) + "\n"
 
@@ -66,9 +67,8 @@ def processor_of(result: Mapping[str, Any]) -> str:
     return next(name for part, name in _PROCESSORS.items() if part in result["file"])
 
 
-def _lines(table: Table, sources: Sources) -> list[str]:
+def _lines(table: Table, rows: list[Row]) -> list[str]:
     columns = {"paper": "paper", "predicted": "predicted", "measured": "measured", **dict(table.columns)}
-    rows = table.rows(sources)
     columns = {name: title for name, title in columns.items() if any(row[name] is not None for row in rows)}
     lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---:|' * len(columns)}"]
     for row in rows:

@@ -319,6 +319,7 @@ def _main_line(system: str, model: str) -> Row:
     return line
 
 
+@cache
 def _searched(model: str, workload: Workload, precision: Precision = FP16) -> Solution:
     """Return the search's policy for FlexGen on the paper's T4, whose disk has a page cache."""
     entry = resolve(model).entry

@@ -29,7 +29,7 @@ def leave(folder: Path, task: str, rows: list[dict[str, Any]], **metrics: float)
     (below / f"samples_{task}_local_2026.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_lm_evals_results_are_read_in_the_datas_order(tmp_path: Path) -> None:
+def test_lm_evals_results_are_read_in_the_datas_order(tmp_path):
     rows = [{"doc_id": 1, "filtered_resps": [["-2.5", "True"]]}, {"doc_id": 0, "filtered_resps": [["-5.0", "False"]]}]
     leave(tmp_path / "a", "lambada_openai", rows, acc=0.5, perplexity=42.5)
     found = accuracy.read_harness(tmp_path / "a", "lambada_openai", 2)
@@ -42,7 +42,7 @@ def test_lm_evals_results_are_read_in_the_datas_order(tmp_path: Path) -> None:
         accuracy.read_harness(tmp_path / "empty", "wikitext", 1)
 
 
-def test_the_harness_gets_its_own_task_on_local_data(tmp_path: Path) -> None:
+def test_the_harness_gets_its_own_task_on_local_data(tmp_path):
     harness = Harness("/lmeval/bin/python", Path("/lmeval/lm_eval"), {})
     command = accuracy.harness_command(harness, "wikitext", tmp_path / "data", tmp_path, tmp_path / "out", 7)
     definition = yaml.safe_load((tmp_path / "tasks" / "wikitext_local.yaml").read_text())
@@ -54,7 +54,7 @@ def test_the_harness_gets_its_own_task_on_local_data(tmp_path: Path) -> None:
     assert "dtype=float32" in model and "max_length=2048" in model and "prefix_token_id=7" in model
 
 
-def test_both_sides_read_the_same_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_read_the_same_texts(tmp_path, monkeypatch):
     pages = wikitext.split_pages("\n".join(PAGES))
     folder = accuracy.write_data(tmp_path / "data", ["one passage", "déjà vu"], pages)
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(folder))
@@ -65,16 +65,14 @@ def test_both_sides_read_the_same_texts(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("python, words", [(None, "needs a Python"), ("/no/such/python", "cannot be run")])
-def test_a_missing_harness_is_refused_with_a_remedy(
-    python: str | None, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_harness_is_refused_with_a_remedy(python, words, monkeypatch):
     monkeypatch.delenv(accuracy.PYTHON_VARIABLE, raising=False)
     with pytest.raises(UsageError, match=f"{words}.*pip install 'lm_eval.*--python") as refused:
         accuracy.find_harness(python)
     assert accuracy.PYTHON_VARIABLE in str(refused.value)
 
 
-def test_a_python_needs_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_needs_lm_eval(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -86,7 +84,7 @@ def test_a_python_needs_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert accuracy.find_harness(None) == Harness(str(python), Path("/x/lm_eval"), {"lm_eval": "0.4.13"})
 
 
-def test_a_folder_with_results_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_results_of_another_run_is_refused(tmp_path):
     accuracy.claim_folder(tmp_path / "kept", SETTINGS)
     accuracy.claim_folder(tmp_path / "kept", dict(SETTINGS))
     with pytest.raises(UsageError, match="1024.*name another folder"):
@@ -94,7 +92,7 @@ def test_a_folder_with_results_of_another_run_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("flags", [{"entry": "x"}, {"repeats": 2}])
-def test_flags_that_would_be_ignored_are_refused(flags: dict[str, Any]) -> None:
+def test_flags_that_would_be_ignored_are_refused(flags):
     with pytest.raises(UsageError, match=next(iter(flags))):
         accuracy.run(Options(**flags))
 
@@ -124,7 +122,7 @@ def sides(word_perplexity: float = 30.0) -> tuple[Any, Any, Any]:
     return dict.fromkeys(("accuracy", "perplexity", "wikitext"), run), documents, theirs
 
 
-def test_the_result_says_whether_the_figures_are_equal() -> None:
+def test_the_result_says_whether_the_figures_are_equal():
     harness = Harness("python", Path("x"), {"lm_eval": "0.4.13"})
     result = accuracy._result(*sides(), harness)
     json.dumps(result, allow_nan=False)

@@ -14,6 +14,7 @@ from flexgen_helm.benchmarks.paper.tables import evaluate_csv
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.scripts import load as script
 
 # Of other sources: Petals' row is in the paper's text alone.
 OTHERS = ("other_machines.csv", "peers.csv", "petals_512_T4.csv")
@@ -39,10 +40,15 @@ def test_petals_figures_are_those_of_the_papers_text():
         assert [row["tokens_per_s_of_one_gpu"] for row in csv.DictReader(file)] == line.split(" & ")
 
 
-def test_the_page_is_what_the_command_gives():
+def test_the_page_and_its_pictures_are_what_the_command_gives():
     written = (ROOT / "docs" / "paper.md").read_text()
     assert written == page(), "run `make pages`"
     assert all(f"## {table.title}\n" in written for table in comparison.TABLES)
+    drawn = script(ROOT / "docs" / "paper_charts.py").charts()
+    for name, text in drawn.items():
+        assert (ROOT / "docs" / "images" / name).read_text() == text, "run `make pages`"
+        assert f"](images/{name})" in written
+    assert written.count("](images/") == len(drawn)
 
 
 def test_every_technique_helps_in_the_paper_the_model_and_the_measurement():

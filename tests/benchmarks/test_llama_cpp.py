@@ -48,7 +48,7 @@ ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_fore
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     """A file for a fake server that is in PATH."""
     program = tmp_path / "bin" / "llama-server"
     program.parent.mkdir()
@@ -64,7 +64,7 @@ def request(**changes: object) -> dict[str, object]:
             "echo_prompt": False, **changes}  # fmt: skip
 
 
-def test_answers_come_in_the_order_of_the_requests(model: Path, tmp_path: Path) -> None:
+def test_answers_come_in_the_order_of_the_requests(model, tmp_path):
     prompts = [[i, 1] for i in range(40)]
     found = serve(model, prompts, [request(max_tokens=1 + i) for i in range(40)], 8, tmp_path / "log")
     assert found.texts == [str(i + 1) for i in range(40)] and 0 < found.ready_s < found.seconds
@@ -77,14 +77,14 @@ def test_answers_come_in_the_order_of_the_requests(model: Path, tmp_path: Path) 
         assert body["temperature"] == 0 and body["cache_prompt"] is True
 
 
-def test_a_server_that_fails_is_shown_with_its_log(model: Path, tmp_path: Path) -> None:
+def test_a_server_that_fails_is_shown_with_its_log(model, tmp_path):
     with pytest.raises(FlexgenError, match=r"(?s)500.*loading"):
         serve(model, [[0]], [request()], 1, tmp_path / "log")
     with pytest.raises(FlexgenError, match=r"(?s)not ready, exit code 1.*no such model"):
         serve(tmp_path / "nothing", [[1]], [request()], 1, tmp_path / "log")
 
 
-def test_what_the_server_cannot_give_is_said() -> None:
+def test_what_the_server_cannot_give_is_said():
     assert unsupported([request()]) is None
     for changes in ({"echo_prompt": True}, {"max_tokens": 0}):
         assert "log-probabilities" in str(unsupported([request(), request(**changes)]))
@@ -92,7 +92,7 @@ def test_what_the_server_cannot_give_is_said() -> None:
         assert "greedy" in str(unsupported([request(**changes)]))
 
 
-def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(model: Path) -> None:
+def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(model):
     ours = HelmRun(10.0, 1.0, {}, ["a", "b", "c"], [], ready_s=6.0)
     served = {
         1: [PeerRun(30.0, 2.0, ["a", "b", "c"])],
@@ -108,9 +108,7 @@ def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(mo
         compare("task", ours, {"label": "", "median": 1.0}, {1: [PeerRun(1.0, 0.5, ["a"])]})
 
 
-def test_without_the_program_the_peer_is_skipped_visibly(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_program_the_peer_is_skipped_visibly(model, tmp_path, monkeypatch):
     assert llama_cpp.missing() is None
     monkeypatch.setenv("PATH", str(tmp_path))
     told: list[str] = []
@@ -121,7 +119,7 @@ def test_without_the_program_the_peer_is_skipped_visibly(
 
 @pytest.mark.slow
 @pytest.mark.skipif(llama_cpp.missing() is not None, reason="llama-server is not in PATH")
-def test_llama_cpp_itself_answers(wheel_model: Path, tmp_path: Path) -> None:
+def test_llama_cpp_itself_answers(wheel_model, tmp_path):
     """Greedy answers of the same file of weights: the first tokens, before roundings part."""
     prompts = [[504, 2726, 314], [504, 3575, 282, 4649, 314]]
     asked = [request(max_tokens=3, stop_sequences=[]) for _ in prompts]

@@ -26,7 +26,7 @@ from flexgen_helm.benchmarks import (
 )
 from flexgen_helm.benchmarks.common import ProcessKilled
 from flexgen_helm.benchmarks.engine_task import prompts, run_engine
-from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
+from flexgen_helm.benchmarks.memory_settings import offload_setting
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -82,7 +82,7 @@ def test_the_whole_block_runs_at_once(tiny, tmp_path, small_ring):
     limit, policy = offload_setting(config, 40, 4, 12, share=2.4, batches=2)
     found = run_engine(
         model=str(model.path),
-        engine={"policy": policy_text(policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
+        engine={"policy": str(policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
         limits={"cpu": limit},
         rows=40,
         prompt=4,

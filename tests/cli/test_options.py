@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 
 import pytest
 import typer
@@ -133,6 +134,7 @@ def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
 def test_an_option_of_one_value_is_given_once(monkeypatch, capsys):
     """All options of all commands, but those that take several values and are joined."""
     calls, known = record_suites(monkeypatch), 0
+    monkeypatch.setattr(typer.main, "get_command", cache(typer.main.get_command))
     for name, command in typer.main.get_command(app).commands.items():
         for param in command.params:
             takes_one = not (param.param_type_name == "argument" or param.is_flag or param.multiple or param.count)

@@ -58,7 +58,7 @@ def test_the_table_of_precisions_has_a_row_without_a_plan():
     assert "Expect 2.06 s to 3.22 s: rates fitted to the paper's T4" in shown
     rows = [line for line in shown.splitlines() if line.startswith(("8bit ", "4bit "))]
     assert len(rows) == 2 and "no plan" in rows[0] and rows[1].endswith("2.14 s to 3.34 s")
-    asked = plan("--model", "opt-6.7b", *LENGTHS, "--hardware", "t4", "--precision", "8bit").stdout
+    asked = plan("--model", "opt-125m", *LENGTHS, "--hardware", "t4", "--precision", "8bit").stdout
     assert "Expect " in asked and "4bit" not in asked
 
 

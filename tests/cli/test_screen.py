@@ -25,7 +25,7 @@ log = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 screen.LINE_EVERY_S = 0.3
 with screen.Screen(log):
     report(ProgressPhase("start"))
-    time.sleep(1.2)
+    time.sleep(0.6)
     report(ModelInUse("opt-30b", "4bit"))
     report(ProgressPhase("fetch", "facebook/opt-30b", 1 << 30, 4 << 30))
     time.sleep(0.6)

@@ -62,13 +62,18 @@ def answered(model, asked=None, **settings):
     return results, record["hardware"], stored, warnings
 
 
-def test_a_t4_computes_bfloat16_weights_in_float16(tiny, tmp_path, gpu):
-    model = in_bfloat16(tiny("llama"), tmp_path / "bf16")
+@pytest.mark.parametrize(
+    "variant, name, reason",
+    [("llama", "float16", "float16 has the values")]
+    + [(variant, "float32", f"{variant} exceed float16") for variant in ("gemma2", "gemma3")],
+)
+def test_a_t4_computes_bfloat16_weights_in_float16_unless_they_overflow(tiny, tmp_path, gpu, variant, name, reason):
+    model = in_bfloat16(tiny(variant), tmp_path / "bf16")
     gpu(T4)
     results, hardware, stored, warnings = answered(model)
-    assert hardware["compute_dtype"] == "float16" and "float16 has the values" in hardware["compute_dtype_reason"]
-    assert stored == {torch.float16} and not warnings  # no product converts a weight
-    assert_close(model, results, torch.float16)
+    assert hardware["compute_dtype"] == name and reason in hardware["compute_dtype_reason"] and not warnings
+    assert name == "float32" or stored == {torch.float16}  # no product converts a weight
+    assert_close(model, results, getattr(torch, name))
 
 
 @pytest.mark.parametrize(
@@ -88,16 +93,6 @@ def test_weights_that_float16_has_not_are_multiplied_in_float32(tiny, tmp_path, 
     assert len(warnings) == 1 and "down" in warnings[0] and reason in warnings[0]
     assert all(result.error is None for result in results)
     assert torch.float16 not in stored
-
-
-@pytest.mark.parametrize("variant", ["gemma2", "gemma3"])
-def test_architectures_that_overflow_stay_in_float32(tiny, tmp_path, gpu, variant):
-    model = in_bfloat16(tiny(variant), tmp_path / "bf16")
-    gpu(T4)
-    results, hardware, _, warnings = answered(model)
-    assert hardware["compute_dtype"] == "float32" and f"{variant} exceed float16" in hardware["compute_dtype_reason"]
-    assert not warnings
-    assert_close(model, results, torch.float32)
 
 
 @pytest.mark.parametrize("variant, cuda_graphs", [("opt", False), ("olmo2", True)])

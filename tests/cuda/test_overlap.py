@@ -12,6 +12,7 @@ from flexgen_helm.offload.prefetcher import WeightPrefetcher
 from tests.cuda.clock import Clock
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import MIB, requests, run
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import llama_config
 
 # A unit is 1/15 of a layer; a piece, which small copies wait for, is 1/150 of it as in OPT-30B.
@@ -58,7 +59,7 @@ def passes(folder, policy, clock, host_s):
             patch.setattr(f"flexgen_helm.offload.weights.{name}", UNIT_BYTES)
         patch.setattr("flexgen_helm.offload.transfer_manager.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
         run(
-            folder, requests(8, 20, 5), torch.float16, limits=LIMITS, policy=policy, schedule="zigzag",
+            folder, requests(share_of(8, 2), 20, 5), torch.float16, limits=LIMITS, policy=policy, schedule="zigzag",
             cpu_attention=bool(host_s), cuda_graphs=False,
         )  # fmt: skip
     device.check()
@@ -94,6 +95,7 @@ def test_a_pass_takes_what_its_busiest_resource_takes(slowdown, policy, ratio):
     assert slowdown(policy, ratio) <= BOUND
 
 
+@pytest.mark.slow
 def test_threads_that_wake_late_leave_no_gap_on_the_link(slowdown):
     """A tenth of a unit's copy: another thread's copy is under way meanwhile."""
     assert slowdown(WEIGHTS, 0.25, wake=0.1) <= BOUND

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +17,16 @@ from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError, Worke
 from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import GenerationResult, Progress
 from tests.helpers.thread_workers import ThreadWorkers
-from tests.helpers.tiny_models import TinyModel
 
 
 @pytest.fixture(autouse=True)
-def observers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def observers_of_this_test(monkeypatch):
     """Observers are those of the process, so workers in threads would report what the driver says."""
     monkeypatch.setattr(worker_module, "observed_by", lambda observer: nullcontext())
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Callable[[str], TinyModel]) -> ModelToLoad:
+def model(tiny):
     return ModelToLoad(str(tiny("llama").path), EngineConfig(device="cpu", precision="fp16"), "tiny")
 
 
@@ -42,7 +39,7 @@ def start(model: ModelToLoad, names: str = "ab", **faults: Any) -> tuple[Cluster
     return ClusterEngine(model, workers), workers  # type: ignore[arg-type]
 
 
-def test_the_answers_are_those_of_one_engine_bit_by_bit_in_one_unit(model: ModelToLoad) -> None:
+def test_the_answers_are_those_of_one_engine_bit_by_bit_in_one_unit(model):
     """Same plan, same bits: one worker computes what `Engine.run` computes."""
     requests = [*requests_of(30), GenerationRequest(prompt_token_ids=(10**9,))]
     with Engine.from_config(model.path, model.config) as engine:
@@ -65,7 +62,7 @@ def test_the_answers_are_those_of_one_engine_bit_by_bit_in_one_unit(model: Model
     assert workers.closed
 
 
-def test_several_units_are_joined_in_the_record(model: ModelToLoad) -> None:
+def test_several_units_are_joined_in_the_record(model):
     requests = requests_of(60)
     with Engine.from_config(model.path, model.config) as engine:
         expected = engine.run(requests)
@@ -82,7 +79,7 @@ def test_several_units_are_joined_in_the_record(model: ModelToLoad) -> None:
     cluster.close()
 
 
-def test_one_worker_hangs_and_the_next_dies_and_the_run_ends(model: ModelToLoad) -> None:
+def test_one_worker_hangs_and_the_next_dies_and_the_run_ends(model):
     cluster, workers = start(model, "abc", lose_at={"b": 1}, hang="a")
     results = cluster.run(requests_of(60))
     assert all(result.completions for result in results) and workers.count() == 1
@@ -107,9 +104,7 @@ class _Fails:
         monkeypatch.setattr(Engine, "run", run)
 
 
-def test_what_no_worker_can_compute_fails_alone_after_retries(
-    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_worker_can_compute_fails_alone_after_retries(model, monkeypatch):
     """Out of memory in every unit with a certain request: units get smaller, and most others are answered."""
     _Fails(monkeypatch, MemoryLimitError("memory ran out with 7 tokens"), 7 + 33)
     cluster, workers = start(model)
@@ -127,7 +122,7 @@ def test_what_no_worker_can_compute_fails_alone_after_retries(
     cluster.close()
 
 
-def test_an_interruption_keeps_what_is_finished(model: ModelToLoad) -> None:
+def test_an_interruption_keeps_what_is_finished(model):
     cluster, workers = start(model)
     answered: list[int] = []
     with pytest.raises(Interrupted):
@@ -141,7 +136,7 @@ def test_an_interruption_keeps_what_is_finished(model: ModelToLoad) -> None:
     cluster.close()
 
 
-def test_a_loss_behind_an_answer_that_cannot_be_stored_is_not_forgotten(model: ModelToLoad) -> None:
+def test_a_loss_behind_an_answer_that_cannot_be_stored_is_not_forgotten(model):
     """Else the next run waits for a worker that is gone."""
     cluster, workers = start(model, lose_at={"b": 1, "a": 2})
     poll, losses = workers.poll, []
@@ -180,15 +175,13 @@ def differing(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
         ({"fingerprint": "another"}, "its weights of tiny differ from the driver's"),
     ],
 )
-def test_a_worker_that_differs_is_refused(
-    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], sentence: str
-) -> None:
+def test_a_worker_that_differs_is_refused(model, monkeypatch, values, sentence):
     differing(monkeypatch, **values)
     with pytest.raises(UsageError, match=f"no worker is left; a: {sentence}"):
         start(model, "a")
 
 
-def test_machines_of_two_kinds_do_not_share_a_suite(model: ModelToLoad, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_two_kinds_do_not_share_a_suite(model, monkeypatch):
     """Scores would depend on which machine computed what."""
     from flexgen_helm.distributed import engine as engine_module
 
@@ -213,7 +206,7 @@ def test_machines_of_two_kinds_do_not_share_a_suite(model: ModelToLoad, monkeypa
     cluster.close()
 
 
-def test_a_model_that_cannot_be_loaded_is_one_sentence(model: ModelToLoad, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_one_sentence(model, tmp_path):
     small = dataclasses.replace(model, config=EngineConfig(device="cpu", limits={"cpu": 1000}))  # type: ignore[arg-type]
     with pytest.raises(UsageError) as refused:
         start(small, "ab")
@@ -222,7 +215,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: ModelToLoad, tmp_p
     assert "\n" not in said
 
 
-def test_workers_of_one_machine_divide_its_memory(model: ModelToLoad) -> None:
+def test_workers_of_one_machine_divide_its_memory(model):
     import psutil
 
     limits = worker_module.limits_of_share(model.config, 0.25).limits
@@ -233,9 +226,7 @@ def test_workers_of_one_machine_divide_its_memory(model: ModelToLoad) -> None:
     assert worker_module.limits_of_share(given, 0.25).limits.cpu == 10**9
 
 
-def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(
-    model: ModelToLoad, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(model, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     for set_by, cores, left in (("64", 64, None), ("2", 64, "2"), ("8", 8, "8")):
         monkeypatch.setenv("OMP_NUM_THREADS", set_by)
@@ -243,7 +234,7 @@ def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(
         assert os.environ.get("OMP_NUM_THREADS") == left
 
 
-def test_paths_are_absolute_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute_for_other_processes(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     sent = ModelToLoad("mine", EngineConfig(offload_dir="disk"), "mine").with_absolute_paths()

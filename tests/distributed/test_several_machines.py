@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import pytest
 from tests.helpers import fake_slurm
 from tests.helpers.helm_runs import RUNTIMES
 from tests.helpers.shares import only_whole
-from tests.helpers.tiny_models import TinyModel
 
 pytestmark = pytest.mark.slow
 ENTRIES = ["synthetic_reasoning:mode=pattern_match,model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
@@ -92,12 +91,12 @@ def assert_same_scores(ours: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Callable[[str], TinyModel]) -> Path:
+def model(tiny):
     return tiny("llama").path
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Suite:
+def alone(model, tmp_path_factory):
     """A finished suite of one process."""
     suite = Suite(tmp_path_factory.mktemp("alone"), model)
     suite.run()
@@ -105,7 +104,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 
 @pytest.fixture
-def suite(model: Path, tmp_path: Path) -> Suite:
+def suite(model, tmp_path):
     return Suite(tmp_path, model)
 
 
@@ -118,13 +117,11 @@ def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 @pytest.fixture
-def ray_installed() -> None:
+def ray_installed():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'flexgen-helm[ray]'")
 
 
-def test_a_local_cluster_of_two_gives_the_scores_of_one_process(
-    alone: Suite, suite: Suite, ray_installed: None
-) -> None:
+def test_a_local_cluster_of_two_gives_the_scores_of_one_process(alone, suite, ray_installed):
     suite.run(*TWO_WORKERS)
     assert_same_scores(suite.scores(), alone.scores())
     workers = suite.record()["workers"]
@@ -136,7 +133,7 @@ def test_a_local_cluster_of_two_gives_the_scores_of_one_process(
     assert suite.num_stored() == stored == alone.num_stored()
 
 
-def test_a_killed_driver_leaves_no_process_and_its_answers(alone: Suite, suite: Suite, ray_installed: None) -> None:
+def test_a_killed_driver_leaves_no_process_and_its_answers(alone, suite, ray_installed):
     process = suite.start(*TWO_WORKERS)
     eventually(lambda: suite.num_stored() >= 20)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -156,7 +153,7 @@ def test_a_killed_driver_leaves_no_process_and_its_answers(alone: Suite, suite: 
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
+def cluster(monkeypatch):
     """A Ray that was started by hand, as on a cluster: its address and its first process."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
@@ -195,9 +192,7 @@ def _listens(port: int) -> bool:
 
 
 @only_whole
-def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(
-    ray_installed: None, alone: Suite, cluster: tuple[str, psutil.Process], model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(ray_installed, alone, cluster, model, tmp_path):
     address, head = cluster
     for attempt in range(5):  # all is answered within a second of the first answer: the kill may come too late
         suite = Suite(tmp_path / str(attempt), model)
@@ -225,12 +220,12 @@ def _a_worker(head: psutil.Process) -> psutil.Process | None:
     return None
 
 
-def test_an_address_without_a_cluster_is_one_sentence(suite: Suite, ray_installed: None) -> None:
+def test_an_address_without_a_cluster_is_one_sentence(suite, ray_installed):
     output = suite.run("--ray", "127.0.0.1:1", expect=2)
     assert "there is no Ray cluster at 127.0.0.1:1" in output.splitlines()[-1]
 
 
-def test_helms_slurm_runner_runs_our_models(model: Path, tmp_path: Path) -> None:
+def test_helms_slurm_runner_runs_our_models(model, tmp_path):
     """The commands of docs/how-to/several-machines.md, on a Slurm that is this machine."""
     pytest.importorskip("simple_slurm", reason="HELM's Slurm runner needs it: pip install 'crfm-helm[slurm]'")
     plain, jobs = Suite(tmp_path / "plain", model), Suite(tmp_path / "jobs", model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,9 +79,7 @@ class Simulation:
     st.integers(1, 400), st.integers(1, 4), st.integers(0, 1 << 16),
     st.lists(st.tuples(st.sampled_from(["answer", "finish", "die", "fail"]), st.booleans()), max_size=40),
 )  # fmt: skip
-def test_every_request_is_answered_once_whatever_dies_when(
-    number: int, num_workers: int, seed: int, events: list[tuple[str, bool]]
-) -> None:
+def test_every_request_is_answered_once_whatever_dies_when(number, num_workers, seed, events):
     simulation = Simulation(number, [f"w{i}" for i in range(num_workers)], seed)
     for event, restarts in events:
         simulation.step(event, restarts)
@@ -99,9 +96,7 @@ def test_every_request_is_answered_once_whatever_dies_when(
 @given(
     st.integers(1, 300), st.sets(st.integers(0, 299), max_size=3), st.sampled_from(["kill", "break"]), st.integers(1, 4)
 )
-def test_requests_that_bring_every_worker_down_take_few_others_with_them(
-    number: int, poison: set[int], how: str, num_workers: int
-) -> None:
+def test_requests_that_bring_every_worker_down_take_few_others_with_them(number, poison, how, num_workers):
     poison = {index for index in poison if index < number}
     simulation = Simulation(number, [f"w{i}" for i in range(num_workers)], 0, frozenset(poison), how)
     simulation.finish()
@@ -110,7 +105,7 @@ def test_requests_that_bring_every_worker_down_take_few_others_with_them(
     assert len(failures) <= 16 * len(poison)  # units of at most 256 requests, then 64, then 16
 
 
-def test_the_retry_of_what_one_machine_cannot_is_elsewhere() -> None:
+def test_the_retry_of_what_one_machine_cannot_is_elsewhere():
     """The small machine fails with its unit and is idle first: it waits for the large one, which is busy."""
     run = ClusterRun(requests_of(64))
     run.join("small", IDENTITY), run.join("large", IDENTITY)
@@ -133,9 +128,7 @@ def test_the_retry_of_what_one_machine_cannot_is_elsewhere() -> None:
         (10.0, {"gpu_batch_size": 100, "num_gpu_batches": 2}, 8, 200),  # a block of a plan that streams weights
     ],
 )
-def test_size_of_a_unit(
-    monkeypatch: pytest.MonkeyPatch, rate: float | None, policy: Any, num_workers: int, expected: int
-) -> None:
+def test_size_of_a_unit(monkeypatch, rate, policy, num_workers, expected):
     run = ClusterRun(requests_of(1000))
     run.join("a", IDENTITY)
     worker = run.workers["a"]

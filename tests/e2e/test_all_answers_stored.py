@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.forks import python
 from tests.helpers.real_runs import flexgen_helm
-from tests.helpers.tiny_models import TinyModel
 
 RUN = """
 import json, sys
@@ -34,15 +33,15 @@ def record(folder: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_only_a_new_request_imports_the_engine(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_only_a_new_request_imports_the_engine(tiny, tmp_path):
     (tmp_path / "models.yaml").write_text(json.dumps({"tiny": {"path": str(tiny("llama").path), "device": "cpu"}}))
     modules_of(tmp_path, "3")
     first = record(tmp_path)
 
-    stored = modules_of(tmp_path, "3", (sys.executable,))
+    stored = modules_of(tmp_path, "3", python("plan"))
     assert not ENGINE & {*stored} and "sklearn" in stored
     assert first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
 
-    new = modules_of(tmp_path, "5", (sys.executable,))
+    new = modules_of(tmp_path, "5", python("plan"))
     assert {*new} >= ENGINE
     assert 0 < record(tmp_path)["num_reused"] < record(tmp_path)["workload"]["num_unique"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.helpers.helm_runs import MODEL, Place
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path, monkeypatch):
     """A place where every tokenizer has a chat template."""
     monkeypatch.setenv("FAKE_TEMPLATE", "yes")
     return Place(tmp_path)
@@ -30,7 +29,7 @@ def entries(*names: str, scenario: str = "simple_mcqa") -> list[str]:
     return [f"{scenario}:model={name}" for name in names]
 
 
-def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> None:
+def test_two_settings_are_one_engine_and_two_sets_of_answers(place):
     both = (f"{MODEL}-with-template", f"{MODEL}-no-template")
     output = place.run("suite", entries=[*entries(*both), *entries(*both, scenario="simple_mcqa_scored")])
     events = place.events()
@@ -58,7 +57,7 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> No
     assert place.events()["answer"] == 0  # all stored, each setting's apart
 
 
-def test_base_models_get_no_template_unless_it_is_asked_for(place: Place) -> None:
+def test_base_models_get_no_template_unless_it_is_asked_for(place):
     assert "are sent unchanged (auto: it is a base model)" in place.run("suite", entries=entries(MODEL))
     assert records(place)[""] == {**records(place)[""], "applied": False, "reason": "auto: it is a base model"}
     place.run("suite", "--chat-template", "true", entries=entries(MODEL))
@@ -66,7 +65,7 @@ def test_base_models_get_no_template_unless_it_is_asked_for(place: Place) -> Non
 
 
 @pytest.mark.slow
-def test_other_settings_are_named_by_their_digest(place: Place) -> None:
+def test_other_settings_are_named_by_their_digest(place):
     for prompt in ("Be brief.", "Be brief.", "Be long."):
         place.run("suite", "--chat-template", "true", "--system-prompt", prompt, entries=entries(MODEL))
     assert place.events()["answer"] == 12
@@ -79,7 +78,7 @@ def test_other_settings_are_named_by_their_digest(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place: Place) -> None:
+def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place):
     contradicted = place.run("suite", "--chat-template", "true", entries=entries(f"{MODEL}-no-template"), expect=2)
     assert "--chat-template true contradict each other" in contradicted
     folder = place.folder / "prod_env"
@@ -95,9 +94,7 @@ def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place: Pla
     assert not next(iter(records(place).values()))["applied"]
 
 
-def test_a_missing_template_is_refused_by_name_and_costs_no_score(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_template_is_refused_by_name_and_costs_no_score(place, monkeypatch):
     monkeypatch.delenv("FAKE_TEMPLATE")
     both = [*entries(MODEL), *entries(MODEL, scenario="simple_mcqa_scored")]
     said = place.run("suite", "--chat-template", "true", entries=both, expect=2)

@@ -40,7 +40,7 @@ def write_all(scenarios: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_six_tasks_run_in_one_suite(tmp_path: Path) -> None:
+def test_all_six_tasks_run_in_one_suite(tmp_path):
     write_all(tmp_path / "benchmark_output" / "scenarios")
     entries = [entry.description for entry in read_run_entries([str(CONF)]).entries]
     entries = [entry.replace("flexgen/smollm2-135m-instruct-q4_1", MODEL) for entry in entries]

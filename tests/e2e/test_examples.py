@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ POSITIONS = 2000  # HELM's prompts have hundreds of tokens in the tiny tokenizer
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     save_random(folder, llama_config(max_position_embeddings=POSITIONS), seed=1)
     save_tokenizer(folder)
@@ -30,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_example(tmp_path: Path) -> Callable[..., str]:
+def run_example(tmp_path):
     """Run an example in an empty folder with its own state; return what it printed."""
 
     def run(name: str, *arguments: str, **variables: str) -> str:
@@ -45,12 +44,12 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_every_example_is_tested() -> None:
+def test_every_example_is_tested():
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TESTED)
 
 
 @pytest.mark.slow
-def test_first_score(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
+def test_first_score(run_example, checkpoint, tmp_path):
     models = tmp_path / "models.yaml"
     models.write_text(json.dumps({"tiny": str(checkpoint)}))
     printed = run_example("first_score", "tiny", FLEXGEN_HELM_MODELS=str(models))
@@ -58,7 +57,7 @@ def test_first_score(run_example: Callable[..., str], checkpoint: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_own_checkpoint(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
+def test_own_checkpoint(run_example, checkpoint, tmp_path):
     printed = run_example("own_checkpoint", str(checkpoint))
     folder = tmp_path / "benchmark_output" / "runs" / "own-checkpoint"
     assert printed.endswith(f"results are in {folder}\n")
@@ -68,7 +67,7 @@ def test_own_checkpoint(run_example: Callable[..., str], checkpoint: Path, tmp_p
     assert set(record) <= set(documented), "describe these keys in docs/reference/files.md"
 
 
-def test_larger_than_memory(run_example: Callable[..., str], tmp_path: Path) -> None:
+def test_larger_than_memory(run_example, tmp_path):
     large = tmp_path / "large"
     config = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8)
     save_random(large, config, seed=2)  # 25 MB
@@ -80,7 +79,7 @@ def test_larger_than_memory(run_example: Callable[..., str], tmp_path: Path) -> 
     assert used is not None and float(used[1]) <= 12.0, printed
 
 
-def test_fp16_against_4bit(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
+def test_fp16_against_4bit(run_example, checkpoint, tmp_path):
     (tmp_path / "text").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:1500], encoding="utf-8")
     printed = run_example("fp16_against_4bit", str(checkpoint), str(tmp_path / "text"))
     found = re.findall(r"^(fp16|4bit) +perplexity +([\d.]+) +peak memory +[\d.]+ MB$", printed, re.MULTILINE)

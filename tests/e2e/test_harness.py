@@ -34,7 +34,7 @@ PAGES = (0, 1, 2) if IS_WHOLE else (0,)
 
 
 @pytest.fixture(scope="module")
-def data(shared_data: Path) -> tuple[list[str], list[str]]:
+def data(shared_data):
     """Passages and pages that the file has numbers of."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_DATA", str(shared_data))
@@ -43,9 +43,7 @@ def data(shared_data: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    wheel_model: Path, data: tuple[list[str], list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def runs(wheel_model, data, tmp_path_factory):
     """One `flexgen-helm run` over them, with a response cache of its own."""
     folder = tmp_path_factory.mktemp("accuracy")
     (folder / "models.yaml").write_text(json.dumps({"wheel": {"path": str(wheel_model)}}))
@@ -64,7 +62,7 @@ def by_document(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_lambada_equals_the_harness(runs: dict[str, Path], data: tuple[list[str], list[str]]) -> None:
+def test_lambada_equals_the_harness(runs, data):
     num_passages = len(data[0])
     logprobs, hits = zip(*REFERENCE["lambada_openai"][:num_passages])
     assert by_document(runs["accuracy"], "exact_match") == list(hits)
@@ -78,7 +76,7 @@ def test_lambada_equals_the_harness(runs: dict[str, Path], data: tuple[list[str]
 
 
 @pytest.mark.slow
-def test_wikitext_equals_the_harness(runs: dict[str, Path], data: tuple[list[str], list[str]]) -> None:
+def test_wikitext_equals_the_harness(runs, data):
     logprobs = [REFERENCE["wikitext"][index] for index in PAGES]
     assert by_document(runs["wikitext"], "logprob") == pytest.approx(logprobs, rel=1e-4)
     found, loss = figures(runs["wikitext"]), -sum(logprobs)
@@ -90,9 +88,7 @@ def test_wikitext_equals_the_harness(runs: dict[str, Path], data: tuple[list[str
 
 
 @pytest.mark.slow
-def test_the_numbers_of_the_harness_are_those_of_transformers(
-    wheel_model: Path, data: tuple[list[str], list[str]], tmp_path: Path
-) -> None:
+def test_the_numbers_of_the_harness_are_those_of_transformers(wheel_model, data, tmp_path):
     """Straight from the definitions, for the first passages and the first page."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_helm.benchmarks.clients import differences
 from flexgen_helm.benchmarks.helm_runs import read_runs
-from tests.helpers.both_clients import CHAT, RAW, Job, Outcome, run_both
+from tests.helpers.both_clients import CHAT, RAW, Job, run_both
 from tests.helpers.chat_models import CHATML
 from tests.helpers.data_sets import WORDS
 from tests.helpers.shares import IS_WHOLE
@@ -83,7 +83,7 @@ def write_scenarios(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("both")
     model = folder / "model"
     save_random(model, llama_config(max_position_embeddings=POSITIONS), seed=11)
@@ -101,13 +101,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("pair", ENTRIES, ids=["raw", "chat"])
-def test_both_models_are_fed_the_same_token_ids(outcome: Outcome, pair: tuple[str, str]) -> None:
+def test_both_models_are_fed_the_same_token_ids(outcome, pair):
     ours, theirs = (outcome.fed[model] for model in pair)
     assert sorted(ours) == sorted(theirs) and len(ours) >= 12
     assert outcome.fed_by_request[pair[0]] == outcome.fed_by_request[pair[1]]
 
 
-def test_a_chat_template_makes_other_token_ids(outcome: Outcome) -> None:
+def test_a_chat_template_makes_other_token_ids(outcome):
     """The inverse: what is fed shows the template."""
     raw, chat = ({tuple(ids) for ids in outcome.fed[pair[0]]} for pair in (RAW, CHAT))
     assert not raw & chat
@@ -118,7 +118,7 @@ def test_a_chat_template_makes_other_token_ids(outcome: Outcome) -> None:
 @pytest.mark.parametrize(
     "pair, kind", [(pair, kind) for pair, entries in ENTRIES.items() for kind in entries], ids=lambda value: value[0]
 )
-def test_completions_and_metrics_are_equal(outcome: Outcome, pair: tuple[str, str], kind: str) -> None:
+def test_completions_and_metrics_are_equal(outcome, pair, kind):
     ours, theirs = (read_runs([Path(outcome.folders[model][kind])], 0.0) for model in pair)
     assert ours.texts == theirs.texts and len(ours.texts) >= 3
     assert len(ours.stats) >= 15
@@ -128,7 +128,7 @@ def test_completions_and_metrics_are_equal(outcome: Outcome, pair: tuple[str, st
         assert all("finish_reason" in line["metric"] for line in differing)
 
 
-def test_a_metric_that_differs_is_found(outcome: Outcome) -> None:
+def test_a_metric_that_differs_is_found(outcome):
     """The inverse: the same scenario with and without the template differs in more than known defects."""
     raw, chat = (read_runs([Path(outcome.folders[pair[0]]["generation"])], 0.0) for pair in (RAW, CHAT))
     assert raw.texts != chat.texts
@@ -136,7 +136,7 @@ def test_a_metric_that_differs_is_found(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("pair", ENTRIES, ids=["raw", "chat"])
-def test_single_requests_are_answered_alike(outcome: Outcome, pair: tuple[str, str]) -> None:
+def test_single_requests_are_answered_alike(outcome, pair):
     ours, theirs = (outcome.completions[model] for model in pair)
 
     def texts(completions: Any) -> list[str]:
@@ -150,7 +150,7 @@ def test_single_requests_are_answered_alike(outcome: Outcome, pair: tuple[str, s
     assert whole.startswith(stopped) and stopped != whole
 
 
-def test_scored_prompts_have_the_same_log_probabilities(outcome: Outcome) -> None:
+def test_scored_prompts_have_the_same_log_probabilities(outcome):
     (ours,), (theirs,) = (outcome.completions[model]["echo"] for model in RAW)
     assert [token["text"] for token in ours["tokens"]] == [token["text"] for token in theirs["tokens"]]
     logprobs = [token["logprob"] for token in theirs["tokens"]]

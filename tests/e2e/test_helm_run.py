@@ -7,7 +7,6 @@ import re
 import signal
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from flexgen_helm.scenarios import lambada
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import ENTRIES, MODEL, Place, stats_of
 from tests.helpers.real_runs import flexgen_helm
-from tests.helpers.tiny_models import TinyModel
 
 REQUESTS = 6 + 12  # of six instances: one request each, and one for each of two answers
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def plain(tmp_path_factory):
     """A finished `helm-run -n 4`, of a process that begins with nothing."""
     place = Place(tmp_path_factory.mktemp("plain"), is_cold=True)
     place.run("run", "-n", "4")
@@ -34,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
-def test_a_plain_run_batches_and_reports(plain: Place) -> None:
+def test_a_plain_run_batches_and_reports(plain):
     events = plain.events()
     assert (events["load"], events["block"]) == (1, 2)
     for name in ("simple_mcqa", "simple_mcqa_scored"):
@@ -51,7 +49,7 @@ def test_a_plain_run_batches_and_reports(plain: Place) -> None:
     assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
 
 
-def test_every_prompt_is_encoded_once(tmp_path: Path) -> None:
+def test_every_prompt_is_encoded_once(tmp_path):
     """Though HELM fits it to the window and counts its tokens, and both passes of a suite make it."""
     place = Place(tmp_path)
     place.run("suite")
@@ -75,7 +73,7 @@ def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
     return path
 
 
-def test_an_entry_of_the_user_needs_only_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_of_the_user_needs_only_a_name_and_a_path(tmp_path, monkeypatch):
     """LAMBADA asks for the window service and the tokenizer that the entry leaves open."""
     name = "lab/mine"
     (tmp_path / lambada.FILE).write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
@@ -102,9 +100,7 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
         pytest.param("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit", marks=pytest.mark.slow),
     ],
 )
-def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
-    name: str, own: str, refused: list[str], taken: str, tmp_path: Path
-) -> None:
+def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(name, own, refused, taken, tmp_path):
     place = Place(tmp_path)
     (tmp_path / "models.yaml").write_text("small: {path: opt-125m, precision: 4bit}\n")
     write_deployments(
@@ -123,7 +119,7 @@ def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
     assert json.loads(file.read_text())["precision"] == taken
 
 
-def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path):
     place = Place(tmp_path)
     (tmp_path / "models.yaml").write_text("mine: opt-125m\n")
     run_in(place, "fp16,4bit", "flexgen/mine", expect=0)
@@ -132,14 +128,14 @@ def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path: Path) 
     assert found == {"mine": "fp16", "mine-4bit": "4bit"}
 
 
-def test_a_run_whose_folder_cannot_be_named_is_refused(tmp_path: Path) -> None:
+def test_a_run_whose_folder_cannot_be_named_is_refused(tmp_path):
     place = Place(tmp_path)
     (tmp_path / "models.yaml").write_text(f"{'m' * 240}: opt-125m\n")
     said = run_in(place, "fp16", f"flexgen/{'m' * 240}", expect=2).splitlines()[-1]
     assert "has 266 bytes; 255 are possible: shorten" in said and place.events() == {}
 
 
-def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path) -> None:
+def test_a_suite_is_one_block_and_equals_plain_runs(plain, tmp_path):
     place = Place(tmp_path)
     output = place.run("suite", "-n", "4")
     events = place.events()
@@ -161,7 +157,7 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path
     assert place.events() == {}  # its results were in the response cache, and the model is not needed for them
 
 
-def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
+def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain):
     before, _ = plain.results(), plain.events()
     plain.run("run")
     assert plain.events()["answer"] == 0
@@ -172,7 +168,7 @@ def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> 
     assert plain.results() == before
 
 
-def test_a_folder_has_one_run(tmp_path: Path) -> None:
+def test_a_folder_has_one_run(tmp_path):
     """HELM leaves most arguments of an entry out of the run's name."""
     place = Place(tmp_path)
     output = place.run("suite", "--suite", "x/y", entries=[ENTRIES[0], ENTRIES[0]])
@@ -188,7 +184,7 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
+def test_a_dry_run_loads_no_engine(tmp_path):
     place = Place(tmp_path)
     for kind in ("suite", "run"):
         place.run(kind, "--dry-run", entries=ENTRIES[:1])
@@ -206,9 +202,7 @@ def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
     "kind, threads, code",
     [("run", "1", None), ("suite", "4", 130)],
 )
-def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
-    kind: str, threads: str, code: int | None, tmp_path: Path, plain: Place
-) -> None:
+def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(kind, threads, code, tmp_path, plain):
     place = Place(tmp_path)
     arguments = ("-r", *ENTRIES, "-m", "6", "--suite", "s", "-n", threads)
     process = place.start(kind, *arguments, delay_s=0.4)
@@ -231,7 +225,7 @@ def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
     assert place.results() == plain.results()
 
 
-def test_a_kill_between_answers_and_scores_loses_no_bytes_and_seconds(tmp_path: Path) -> None:
+def test_a_kill_between_answers_and_scores_loses_no_bytes_and_seconds(tmp_path):
     """SIGKILL while HELM computes metrics: all answers are stored, and what they took is not in the totals yet."""
     place = Place(tmp_path)
     suite = tmp_path / "benchmark_output/runs/s"
@@ -258,7 +252,7 @@ def test_a_kill_between_answers_and_scores_loses_no_bytes_and_seconds(tmp_path: 
     assert json.loads((place.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["policy"] == "fake"
 
 
-def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_said_and_not_retried(tmp_path):
     place = Place(tmp_path)
     output = place.run("run", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=1)
     assert "\nflexgen_helm: model 'opt-126m' is not known; did you mean opt-125m" in output
@@ -271,7 +265,7 @@ def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
     assert "has 4,097 tokens, which leaves no prompt beside an answer of 4,205" in output.splitlines()[-1]
 
 
-def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny, tmp_path):
     """Of a model's own arguments: a model that can be run is run beside one that cannot."""
     entries = ["simple_mcqa:model=flexgen/good", "simple_mcqa_scored:model=flexgen/bad"]
     path = str(tiny("llama-untied-biases").path)
@@ -284,7 +278,7 @@ def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str
     assert (Place(tmp_path).run_folder("simple_mcqa") / "stats.json").is_file()
 
 
-def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
+def test_a_failing_run_does_not_keep_the_others(tmp_path):
     """BLEU's data cannot be fetched: results are stored, the message says what is missing, other runs are written."""
     place = Place(tmp_path)
     entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
@@ -298,9 +292,7 @@ def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
     assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]
 
 
-def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody answers there
     place = Place(tmp_path)

@@ -24,7 +24,7 @@ def helm(name: str, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(tmp_path_factory):
     """A suite of a catalog model by `flexgen-helm run` and a model of the user's file by `helm-run`."""
     place = Place(tmp_path_factory.mktemp("views"))
     place.run("suite", entries=[f"{GROUP}:difficulty=easy,model={MODEL}"])
@@ -62,9 +62,7 @@ def models_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--auto-generate-schema",), ()])
-def test_a_summary_knows_models_of_both_commands_in_another_shell(
-    ran: Path, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_summary_knows_models_of_both_commands_in_another_shell(ran, flags, tmp_path):
     shutil.copytree(ran, tmp_path, dirs_exist_ok=True)  # other tests read what `summarized` has there
     summarize(tmp_path, *flags)
     models = models_of(tmp_path)
@@ -73,7 +71,7 @@ def test_a_summary_knows_models_of_both_commands_in_another_shell(
 
 
 @pytest.mark.slow
-def test_a_summary_shows_names_that_nobody_explains(ran: Path, tmp_path: Path) -> None:
+def test_a_summary_shows_names_that_nobody_explains(ran, tmp_path):
     """Without `prod_env`, as in a folder that was copied from another machine; nothing is downloaded for it."""
     shutil.copytree(ran / "benchmark_output", tmp_path / "benchmark_output")
     (run,) = (tmp_path / "benchmark_output/runs/s").glob("*model=flexgen_mine")
@@ -85,12 +83,12 @@ def test_a_summary_shows_names_that_nobody_explains(ran: Path, tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def summarized(ran: Path) -> Path:
+def summarized(ran):
     summarize(ran, "--auto-generate-schema")
     return ran
 
 
-def test_the_summary_has_our_throughput_beside_the_scores(summarized: Path) -> None:
+def test_the_summary_has_our_throughput_beside_the_scores(summarized):
     suite = summarized / "benchmark_output" / "runs" / "s"
     schema = json.loads((suite / "schema.json").read_text())
     assert {"flexgen_padded_throughput", "flexgen_actual_throughput", "flexgen_efficiency"} <= {

@@ -40,7 +40,7 @@ def expected_wikitext(
 
 
 @pytest.fixture(scope="module")
-def suite(fake_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def suite(fake_data, tmp_path_factory):
     """All entries in one `flexgen-helm run`."""
     place = Place(tmp_path_factory.mktemp("suite"))
     place.run("suite", entries=FAKE_ENTRIES)
@@ -51,7 +51,7 @@ def folder_of(place: Place, entry: str) -> Path:
     return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
 
 
-def test_every_instance_has_its_sums_for_paired_comparisons(suite: Place) -> None:
+def test_every_instance_has_its_sums_for_paired_comparisons(suite):
     for entry, name in ((FAKE_ENTRIES[0], "exact_match"), (FAKE_ENTRIES[1], "logprob"), (FAKE_ENTRIES[2], "logprob")):
         rows = json.loads((folder_of(suite, entry) / "per_instance_stats.json").read_text())
         named = [row for row in rows if any(stat["name"]["name"] == name for stat in row["stats"])]
@@ -59,19 +59,17 @@ def test_every_instance_has_its_sums_for_paired_comparisons(suite: Place) -> Non
         assert len({row["instance_id"] for row in named}) == len(named) == instances
 
 
-def test_the_summary_leads_with_the_precise_names(suite: Place) -> None:
+def test_the_summary_leads_with_the_precise_names(suite):
     shown = [list(read_scores(folder_of(suite, entry)).scores) for entry in FAKE_ENTRIES[:3]]
     assert shown == [["exact_match"], ["target_perplexity"], ["word_perplexity", "token_perplexity", "bits_per_byte"]]
 
 
-def test_files_of_a_run_name_no_folder_of_this_machine(suite: Place) -> None:
+def test_files_of_a_run_name_no_folder_of_this_machine(suite):
     for entry in FAKE_ENTRIES:
         assert str(ROOT) not in (folder_of(suite, entry) / "scenario.json").read_text()
 
 
-def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(
-    suite: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(suite, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     place = Place(tmp_path)
@@ -107,7 +105,7 @@ def tiny_passages(
     return found + [" ".join(rng.choices(WORDS, k=7)) for _ in range(6)]
 
 
-def test_figures_of_a_real_engine_are_those_of_transformers(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_figures_of_a_real_engine_are_those_of_transformers(tiny, tmp_path):
     """The whole way: data, prompts, engine, metrics, with windows bounded by 96 positions."""
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model with a chat template, which some of its generated prompts go through and others do not."""
     folder = tmp_path_factory.mktemp("divergence")
     save_random(folder / "model", llama_config(max_position_embeddings=3000), seed=5)
@@ -38,18 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(folder: Path) -> Command:
+def command(folder):
     return partial(flexgen_helm, folder)
 
 
 @pytest.fixture(scope="module")
-def suite(folder: Path) -> Path:
+def suite(folder):
     entries = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in (*GENERATED, *SCORED)]
     return run_suite(folder, *entries, instances=5, more=("--precision", "fp16,8bit"))
 
 
 @pytest.fixture(scope="module")
-def found(suite: Path, command: Command, folder: Path) -> dict[str, dict[str, Any]]:
+def found(suite, command, folder):
     """The divergence of each run entry."""
     done = command("divergence", "tiny", "--suite", "s", "--precision", "8bit", "--rows", "20", "--json")
     assert done.returncode == 0, done.stderr
@@ -74,9 +73,7 @@ def written(suite: Path, entry: str, precision: str, tokenizer: Tokenizer) -> li
 
 
 @pytest.mark.parametrize("entry", [*GENERATED, *SCORED])
-def test_it_compares_the_tokens_that_the_scores_are_made_of(
-    suite: Path, found: dict[str, dict[str, Any]], folder: Path, entry: str
-) -> None:
+def test_it_compares_the_tokens_that_the_scores_are_made_of(suite, found, folder, entry):
     tokenizer = Tokenizer.from_path(folder / "model")
     assert tokenizer is not None and set(found) == {*GENERATED, *SCORED}
     own = found[entry]
@@ -90,7 +87,7 @@ def test_it_compares_the_tokens_that_the_scores_are_made_of(
         assert own["perplexity"] != pytest.approx(own["baseline_perplexity"], rel=1e-5)
 
 
-def test_compare_shows_a_row_for_each_entry(suite: Path, found: dict[str, dict[str, Any]], command: Command) -> None:
+def test_compare_shows_a_row_for_each_entry(suite, found, command):
     done = command("compare", "--suite", "s", "--divergence", "kl.json")
     assert done.returncode == 0, done.stderr
     page = (suite / "flexgen_compare.html").read_text()
@@ -99,7 +96,7 @@ def test_compare_shows_a_row_for_each_entry(suite: Path, found: dict[str, dict[s
         assert all(f"{own['kl']['mean']:.5f}" in text for own in found.values())
 
 
-def test_what_cannot_be_found_is_refused_by_name(suite: Path, folder: Path, command: Command) -> None:
+def test_what_cannot_be_found_is_refused_by_name(suite, folder, command):
     argv = ["--suite", "changed", "--precision", "8bit"]
     changed = suite.with_name("changed")
     shutil.copytree(suite, changed, dirs_exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from tests.helpers.console_script import SCRIPT
 from tests.helpers.helm_runs import Place
 from tests.helpers.terminal import Session, run_in_terminal
-from tests.helpers.tiny_models import TinyModel
 
 LONGEST_GAP_S = 2.0
 NOISE = ("Looking in path", "nltk_data", "it/s]", "Traceback", "UserWarning")
@@ -32,9 +30,7 @@ def run(folder: Path, *arguments: str, expect: int = 0) -> Session:
 
 
 @pytest.mark.slow
-def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(
-    tiny: Callable[[str], TinyModel], tmp_path: Path
-) -> None:
+def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(tiny, tmp_path):
     (tmp_path / "models.yaml").write_text(f"mine: {tiny('llama').path}\n")
     command = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s", "--precision", "4bit"]
     first = run(tmp_path, *command, "--policy", "4x2,0,0,0,0,0,100", "--cpu-memory", "64MiB", "--disk", "1GiB")
@@ -61,7 +57,7 @@ def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(
     assert len(list(suite.glob("*/dry_run/scenario_state.json"))) == len(list(suite.glob("*/flexgen_run.json"))) == 2
 
 
-def test_quickstart_on_the_fake_engine(tmp_path: Path) -> None:
+def test_quickstart_on_the_fake_engine(tmp_path):
     """Both precisions are scored and compared, and pages that lead to each other are written."""
     place = Place(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +79,7 @@ def check_quickstart(output: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quickstart(wheel_model: Path, tmp_path: Path) -> None:
+def test_quickstart(wheel_model, tmp_path):
     home = tmp_path / "home" / "models" / wheel_model.parent.name
     home.parent.mkdir(parents=True)
     home.symlink_to(wheel_model.parent)

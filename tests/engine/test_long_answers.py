@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     save_random(folder, llama_config(max_position_embeddings=300), seed=5)
     save_tokenizer(folder)

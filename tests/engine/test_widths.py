@@ -48,7 +48,7 @@ def compare(folder: Path, first: int, last: int) -> None:
             GenerationRequest(prompt_token_ids=prompt, max_tokens=NEW_TOKENS, echo_logprobs=True, ignore_eos=True)
             for prompt in asked
         ]
-        with Engine.from_pretrained(path, device="cpu") as engine:
+        with Engine.from_pretrained(path, device="cpu", unverified=True) as engine:
             results = engine.run(requests)
         for prompt, request, result in zip(asked, requests, results, strict=True):
             assert_equals_reference(model, prompt, request, result)
@@ -57,7 +57,7 @@ def compare(folder: Path, first: int, last: int) -> None:
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("first, loops", [(0, "1"), (10, "0"), (20, "1"), (30, "0")])
-def test_drawn_widths_equal_transformers(tmp_path: Path, loops: str, first: int) -> None:
+def test_drawn_widths_equal_transformers(tmp_path, loops, first):
     """In new processes, whose freed memory has other bytes: what reads or writes there is seen."""
     call = f"compare(Path({str(tmp_path)!r}), {first}, {first + 10})"
     variables = {"FLEXGEN_HELM_LOOPS": loops, "MALLOC_PERTURB_": str(85 + first), "OMP_NUM_THREADS": "2"}

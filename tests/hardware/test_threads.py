@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flexgen_helm.hardware.threads import CpuTimes, ThreadGovernor, busy_cores, 
 
 
 @pytest.fixture
-def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_cores(monkeypatch):
     monkeypatch.setattr(threads, "_cores", lambda: {0, 1, 2, 3})
     monkeypatch.setattr(threads, "_WINDOW_S", 0.0)
     for name in threads._USER_VARIABLES:

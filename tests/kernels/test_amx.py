@@ -14,6 +14,7 @@ from flexgen_helm.kernels import amx, products
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
+from tests.helpers.shares import share_of
 from tests.helpers.software_tiles import software_tiles
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -32,7 +33,7 @@ def any_number_of_rows(monkeypatch):
     monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=share_of(25, 2))
 @given(
     rows=st.one_of(st.integers(1, 70), st.integers(100, 300)),
     steps=st.integers(1, 120),

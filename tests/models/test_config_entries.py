@@ -252,7 +252,7 @@ def biases_of_other_configurations(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Any:
+def folders(tmp_path_factory):
     @cache
     def folder(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)

@@ -239,7 +239,7 @@ def test_wrong_guesses_cost_at_most_a_twentieth(streamer, routed, allowed):
 
 
 @pytest.fixture
-def read_of_experts(monkeypatch) -> Counter[str]:
+def read_of_experts(monkeypatch):
     """Expert -> how often it is read."""
     reads: Counter[str] = Counter()
     honest = ExpertStreamer._load

@@ -28,6 +28,7 @@ from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -209,7 +210,7 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
 
     def look(path: Path) -> Any:
         (tmp_path / "models.yaml").write_text(yaml.safe_dump({"m": str(path), "own": str(path)}))
-        done = subprocess.run([sys.executable, "-c", AFTER_FILES, "flexgen/m", "flexgen/own"], cwd=tmp_path,
+        done = subprocess.run([*python("plan"), "-c", AFTER_FILES, "flexgen/m", "flexgen/own"], cwd=tmp_path,
                               capture_output=True, text=True, timeout=60)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert file.read_text().startswith(theirs)

@@ -68,14 +68,14 @@ def difference(ours: Any, theirs: Any) -> float:
 # 2: the disk is full
 
 
-def test_2_a_file_is_refused_whole_where_the_disk_is_full(tmp_path: Path) -> None:
+def test_2_a_file_is_refused_whole_where_the_disk_is_full(tmp_path):
     with small_disk(tmp_path / "small", 64 << 10) as disk:
         with pytest.raises(DiskFullError, match="free"):
             DirectFile(disk / "weights", MIB, create=True)
         assert list(disk.iterdir()) == []
 
 
-def test_2_a_mapped_file_dies_by_a_signal_there(tmp_path: Path) -> None:
+def test_2_a_mapped_file_dies_by_a_signal_there(tmp_path):
     """The inverse: a file whose blocks are not allocated is created, and a write through a map is SIGBUS."""
     code = (
         "import mmap, sys\n"
@@ -113,14 +113,14 @@ def executing(source: str) -> set[str]:
     return found
 
 
-def test_5_no_module_uses_what_executes_its_input() -> None:
+def test_5_no_module_uses_what_executes_its_input():
     """`torch.load` has one place, which a test of conversions names."""
     sources = [path for folder in ("flexgen_helm", "scenarios", "runs") for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 100
     assert {path.name: found for path in sources if (found := executing(path.read_text()))} == TRUSTED
 
 
-def test_5_what_executes_its_input_is_found() -> None:
+def test_5_what_executes_its_input_is_found():
     source = (
         "import dill\nfrom pickle import loads\neval('1')\nyaml.load(x)\nf(trust_remote_code=given)\ng(shell=False)"
     )
@@ -137,7 +137,7 @@ class Bomb:
         return os.mkdir, (str(self.folder),)
 
 
-def test_7_a_planted_row_runs_in_helms_cache_and_not_in_ours(tmp_path: Path) -> None:
+def test_7_a_planted_row_runs_in_helms_cache_and_not_in_ours(tmp_path):
     planted = pickle.dumps(Bomb(tmp_path / "ran"))
     ours, theirs = tmp_path / "ours.sqlite", tmp_path / "theirs.sqlite"
     with closing(ResponseCache(ours)):
@@ -161,7 +161,7 @@ def test_7_a_planted_row_runs_in_helms_cache_and_not_in_ours(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def overflowing(tmp_path_factory):
     """A model whose weights are finite, and whose hidden states are not after layer 1."""
     from safetensors.torch import load_file, save_file
 
@@ -174,13 +174,13 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_8_a_value_that_overflows_fails_its_request_and_names_the_layer(overflowing: Path) -> None:
+def test_8_a_value_that_overflows_fails_its_request_and_names_the_layer(overflowing):
     result = scores(overflowing, prompts(1, 30)[0])
     assert isinstance(result.error, NumericalError) and "layers.1" in str(result.error)
     assert result.completions == ()
 
 
-def test_8_without_the_checks_it_is_an_answer(overflowing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_without_the_checks_it_is_an_answer(overflowing, monkeypatch):
     """The inverse. HELM leaves such a score out of its mean."""
     honest = executor._BatchState.check_finite
     monkeypatch.setattr(executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1))
@@ -194,7 +194,7 @@ def test_8_without_the_checks_it_is_an_answer(overflowing: Path, monkeypatch: py
 
 
 @pytest.fixture(scope="module")
-def opt(tiny: Tiny) -> TinyModel:
+def opt(tiny):
     """Of this family `transformers` names token 1 as padding, and token 0 begins and ends texts."""
     return tiny("opt")
 
@@ -202,7 +202,7 @@ def opt(tiny: Tiny) -> TinyModel:
 PADDED = [1, 5, 9, 1, 1, 33, 0, 120, 1]
 
 
-def test_9_a_prompt_that_has_the_padding_token_is_a_prompt_as_any_other(opt: TinyModel) -> None:
+def test_9_a_prompt_that_has_the_padding_token_is_a_prompt_as_any_other(opt):
     requests = [
         GenerationRequest(prompt_token_ids=ids, max_tokens=4, echo_logprobs=True, ignore_eos=True)
         for ids in (PADDED, *prompts(5, 40))
@@ -215,7 +215,7 @@ def test_9_a_prompt_that_has_the_padding_token_is_a_prompt_as_any_other(opt: Tin
     assert difference(result.prompt_logprobs, expected) < TOLERANCE
 
 
-def test_9_masked_by_its_id_it_has_other_scores(opt: TinyModel) -> None:
+def test_9_masked_by_its_id_it_has_other_scores(opt):
     """The inverse, as FlexLLMGen does it."""
     ids = torch.tensor([PADDED])
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_9_masked_by_its_id_it_has_other_scores(opt: TinyModel) -> None:
 # 10: the token that begins texts
 
 
-def test_10_a_second_bos_would_move_every_score(tiny: Tiny) -> None:
+def test_10_a_second_bos_would_move_every_score(tiny):
     """HELM's prompts of language modelling begin with BOS as text; others have none. Both are conditioned on one."""
     model, encoder = tiny("gpt2"), PromptEncoder(FakeTokenizer(adds_bos=True))  # type: ignore[arg-type]
     plain = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="ab", max_tokens=0, echo_prompt=True)
@@ -249,7 +249,7 @@ def test_10_a_second_bos_would_move_every_score(tiny: Tiny) -> None:
 # 11: log-probabilities
 
 
-def test_11_log_probabilities_of_greedy_tokens_are_those_of_the_model(tiny: Tiny) -> None:
+def test_11_log_probabilities_of_greedy_tokens_are_those_of_the_model(tiny):
     """The inverse too: after the division by HELM's temperature for 'greedy', all are 0."""
     model, prompt = tiny("llama"), [5, 9, 33, 120]
     (completion,) = scores(model.path, prompt, max_tokens=6, echo_logprobs=False, ignore_eos=True).completions
@@ -267,7 +267,7 @@ STORED = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3,
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_13_a_locked_cache_is_waited_for(tmp_path: Path, patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_13_a_locked_cache_is_waited_for(tmp_path, patient, monkeypatch):
     """The inverse: without patience the lock is an error."""
     with closing(ResponseCache(tmp_path / "j.sqlite")):
         pass
@@ -287,7 +287,7 @@ def test_13_a_locked_cache_is_waited_for(tmp_path: Path, patient: bool, monkeypa
         timer.join()
 
 
-def test_13_no_write_ahead_log_which_network_disks_break(tmp_path: Path) -> None:
+def test_13_no_write_ahead_log_which_network_disks_break(tmp_path):
     with closing(ResponseCache(tmp_path / "j.sqlite")) as cache:
         cache.put_many({"key": STORED})
         assert {path.name for path in tmp_path.iterdir()} == {"j.sqlite"}
@@ -298,14 +298,14 @@ def test_13_no_write_ahead_log_which_network_disks_break(tmp_path: Path) -> None
 # 14: processes that stay behind
 
 
-def test_14_an_engine_starts_no_process(tiny: Tiny, tmp_path: Path) -> None:
+def test_14_an_engine_starts_no_process(tiny, tmp_path):
     model = tiny("llama")
     with contained(tmp_path, model.path), offloaded(tiny, "llama", tmp_path, "auto") as engine:
         results = engine.run(workload(count=3))
     assert all(result.error is None for result in results)
 
 
-def test_14_a_process_that_it_started_would_be_noticed(tmp_path: Path) -> None:
+def test_14_a_process_that_it_started_would_be_noticed(tmp_path):
     with pytest.raises(Violation, match="Popen"), contained(tmp_path):
         subprocess.run([sys.executable, "-c", ""])
 
@@ -317,7 +317,7 @@ GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_14_a_rank_ends_with_torchrun(tmp_path: Path, guarded: bool) -> None:
+def test_14_a_rank_ends_with_torchrun(tmp_path, guarded):
     """The inverse: a child of a process that is killed lives on."""
     ready = tmp_path / "ready"
     child = CHILD.format(guard=GUARD if guarded else "pass", file=str(ready))
@@ -352,13 +352,13 @@ def weights_on_disk(folder: Path, fingerprints: str) -> list[int]:
     return read
 
 
-def test_15_files_of_weights_are_those_of_the_fingerprint(tmp_path: Path) -> None:
+def test_15_files_of_weights_are_those_of_the_fingerprint(tmp_path):
     """The inverse: files that are found by the name of the matrix alone."""
     assert weights_on_disk(tmp_path / "ours", "aba") == [1, 2, 1]
     assert weights_on_disk(tmp_path / "by name", "aaa") == [1, 1, 1]
 
 
-def test_15_models_of_one_name_do_not_share_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_15_models_of_one_name_do_not_share_answers(tmp_path, monkeypatch):
     """Their files have the same sizes and names, and HELM sees the same request."""
     for seed in (1, 2):
         save_random(tmp_path / str(seed) / "model", llama_config(), seed)
@@ -395,7 +395,7 @@ def test_15_models_of_one_name_do_not_share_answers(tmp_path: Path, monkeypatch:
 # 16: two runs in one folder
 
 
-def test_16_runs_of_one_folder_have_files_of_their_own(tmp_path: Path) -> None:
+def test_16_runs_of_one_folder_have_files_of_their_own(tmp_path):
     """The inverse: one path for all, as FlexLLMGen has it."""
     runs = [OffloadDirectory(tmp_path / "offload") for _ in range(2)]
     assert read_back([run.scratch("cache-1", ALIGNMENT) for run in runs]) == [1, 2]

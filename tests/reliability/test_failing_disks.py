@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from tests.helpers.forks import python
 from tests.helpers.helm_runs import Place
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import TinyModel
 
 SOURCE = Path(__file__).resolve().parents[1] / "helpers" / "failing_disk.c"
 PROMPTS = [[5 + i, 6, 7, 8] * 12 for i in range(4)]
@@ -43,7 +41,7 @@ WEIGHTS, CACHE = "4x1,0,0,0,100,0,100", "4x1,0,100,0,0,0,100"
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory):
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here, so no disk can be made to fail")
@@ -56,9 +54,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_engines(
-    tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory, shim: Path
-) -> Callable[[str], tuple[Path, list[dict[str, Any]]]]:
+def run_engines(tiny, tmp_path_factory, shim):
     """Three engines of one process, by policy: with errors, on a disk that is well again, and with short reads."""
 
     @cache
@@ -77,7 +73,7 @@ def run_engines(
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
+def expected(tiny):
     from flexgen_helm import Engine, GenerationRequest
 
     with Engine.from_pretrained(tiny("llama").path) as engine:
@@ -87,9 +83,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
-def test_a_disk_error_ends_the_run_with_the_files_name(
-    run_engines: Callable[[str], Any], expected: list[list[int]], policy: str
-) -> None:
+def test_a_disk_error_ends_the_run_with_the_files_name(run_engines, expected, policy):
     folder, (failed, well, _) = run_engines(policy)
     assert failed["error"].startswith("OffloadError") and str(folder) in failed["error"], failed
     assert "Input/output error" in failed["error"] and "\n" not in failed["error"] and failed["exit code"] == 1
@@ -100,14 +94,12 @@ def test_a_disk_error_ends_the_run_with_the_files_name(
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
-def test_short_reads_and_writes_change_no_token(
-    run_engines: Callable[[str], Any], expected: list[list[int]], policy: str
-) -> None:
+def test_short_reads_and_writes_change_no_token(run_engines, expected, policy):
     _, (_, _, short) = run_engines(policy)
     assert "error" not in short and short["answers"] == expected, short
 
 
-def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path: Path, shim: Path) -> None:
+def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path, shim):
     """SQLite cannot write: the suite goes on, says so, and has its scores; nothing is stored."""
     runs = Place(tmp_path, is_cold=True)  # the shim is loaded before Python
     with pytest.MonkeyPatch.context() as patch:

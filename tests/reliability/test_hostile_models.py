@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from flexgen_helm.errors import CheckpointError, FlexgenError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.hostile import MIB, Violation, contained
 from tests.helpers.shares import share_of
-from tests.helpers.tiny_models import TinyModel, save_tokenizer
+from tests.helpers.tiny_models import save_tokenizer
 
 JUNK: list[Any] = [
     None, True, False, -1, 0, 3, 10**12, 10**30, 1.5, -0.5, float("nan"), float("inf"), "", "x", [], [1], [None],
@@ -35,13 +35,13 @@ TOKENIZER_CONFIG, CONFIG = "tokenizer_config.json", "config.json"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.fixture
-def folder(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
+def folder(tiny, tmp_path):
     """A copy of a Llama that a test may spoil."""
     return Path(shutil.copytree(tiny("llama").path, tmp_path / "model"))
 
@@ -56,7 +56,7 @@ def use(path: Path) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imported(tiny: Callable[[str], TinyModel]) -> None:
+def imported(tiny):
     """What is imported and started at first use is nobody's growth."""
     use(tiny("llama").path)
 
@@ -64,7 +64,7 @@ def imported(tiny: Callable[[str], TinyModel]) -> None:
 # The guard itself
 
 
-def test_the_guard_notices_what_it_is_for(tmp_path: Path) -> None:
+def test_the_guard_notices_what_it_is_for(tmp_path):
     with pytest.raises(Violation, match="open .*elsewhere"), contained(tmp_path / "allowed"):
         (tmp_path / "elsewhere").write_text("")
     with pytest.raises(Violation, match="os.system"), contained(tmp_path):
@@ -117,9 +117,7 @@ def told(content: dict[str, Any], path: tuple[Any, ...], junk: Any) -> str:
 @settings(max_examples=share_of(12, 3))
 @given(data=st.data())
 @pytest.mark.parametrize("variant, name", LIARS)
-def test_an_entry_that_lies_is_refused_or_harmless(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, home: Path, variant: str, name: str, data: st.DataObject
-) -> None:
+def test_an_entry_that_lies_is_refused_or_harmless(tiny, tmp_path, home, variant, name, data):
     folder = tmp_path / "model"
     if not folder.exists():
         shutil.copytree(tiny(variant).path, folder)
@@ -145,9 +143,7 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("variant, changes, message", BOMBS)
-def test_a_number_that_asks_for_memory_or_time_is_refused(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, home: Path, variant: str, changes: dict[str, Any], message: str
-) -> None:
+def test_a_number_that_asks_for_memory_or_time_is_refused(tiny, tmp_path, home, variant, changes, message):
     folder = Path(shutil.copytree(tiny(variant).path, tmp_path / "model"))
     content = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**content, **changes}))
@@ -164,7 +160,7 @@ def test_a_number_that_asks_for_memory_or_time_is_refused(
     "name, kind",
     [(CONFIG, "pipe"), (CONFIG, "huge"), (TOKENIZER_CONFIG, "device"), ("special_tokens_map.json", "folder")],
 )
-def test_what_reading_would_never_end_is_refused(folder: Path, home: Path, name: str, kind: str) -> None:
+def test_what_reading_would_never_end_is_refused(folder, home, name, kind):
     file = folder / name
     file.unlink(missing_ok=True)
     if kind == "pipe":
@@ -181,7 +177,7 @@ def test_what_reading_would_never_end_is_refused(folder: Path, home: Path, name:
     assert isinstance(caught[0], CheckpointError) and name in str(caught[0])
 
 
-def test_links_are_followed_to_weights_and_never_shown(folder: Path, home: Path, tmp_path: Path) -> None:
+def test_links_are_followed_to_weights_and_never_shown(folder, home, tmp_path):
     """A hub snapshot consists of links. One that leads to a secret is no model file, and its content is not quoted."""
     secret = tmp_path / "secret"
     secret.write_text("hunter2 " * 20)
@@ -224,7 +220,7 @@ DECEITS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", DECEITS.values(), ids=DECEITS)
-def test_a_header_that_lies_is_refused(folder: Path, home: Path, content: bytes) -> None:
+def test_a_header_that_lies_is_refused(folder, home, content):
     (folder / "model.safetensors").write_bytes(content)
     with contained(home, memory=1024 * MIB) as caught:
         use(folder)
@@ -241,7 +237,7 @@ INDEXES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("shard", INDEXES.values(), ids=INDEXES)
-def test_an_index_that_lies_is_refused(folder: Path, home: Path, shard: Any) -> None:
+def test_an_index_that_lies_is_refused(folder, home, shard):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
     with contained(home) as caught:
@@ -276,7 +272,7 @@ GGUF_DECEITS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", GGUF_DECEITS.values(), ids=GGUF_DECEITS)
-def test_a_gguf_file_that_lies_is_refused(tmp_path: Path, home: Path, content: bytes) -> None:
+def test_a_gguf_file_that_lies_is_refused(tmp_path, home, content):
     file = tmp_path / "model.gguf"
     file.write_bytes(content)
     with contained(home) as caught:
@@ -294,9 +290,7 @@ VOCABULARY_LIES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("key, value", VOCABULARY_LIES)
-def test_a_vocabulary_that_lies_is_refused(
-    tmp_path: Path, home: Path, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vocabulary_that_lies_is_refused(tmp_path, home, key, value, monkeypatch):
     from flexgen_helm.tokenizer import gguf_tokenizer
 
     metadata = {
@@ -315,7 +309,7 @@ def test_a_vocabulary_that_lies_is_refused(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_weight_that_is_no_number_is_refused_by_name(folder: Path, home: Path, value: float) -> None:
+def test_a_weight_that_is_no_number_is_refused_by_name(folder, home, value):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -326,7 +320,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name(folder: Path, home: Path,
     assert "model.layers.1.mlp.up_proj.weight" in str(caught[0]) and "not finite" in str(caught[0])
 
 
-def test_the_guard_is_what_keeps_such_a_weight_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_is_what_keeps_such_a_weight_out(folder, monkeypatch):
     """The inverse: without the check a model with one infinite weight is loaded, and its answers fail or are wrong."""
     from safetensors.torch import load_file, save_file
 
@@ -340,7 +334,7 @@ def test_the_guard_is_what_keeps_such_a_weight_out(folder: Path, monkeypatch: py
 # The tokenizer's own traps
 
 
-def test_a_pattern_that_gives_up_fails_its_text_alone(tmp_path: Path, home: Path) -> None:
+def test_a_pattern_that_gives_up_fails_its_text_alone(tmp_path, home):
     """`(a+)+$` takes for ever; the library's engine gives up with a panic, which is no `Exception`."""
     save_tokenizer(tmp_path / "m")
     content = json.loads((tmp_path / "m" / "tokenizer.json").read_text())

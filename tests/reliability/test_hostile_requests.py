@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,13 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.errors import RequestError
 from tests.helpers.hostile import contained
-from tests.helpers.tiny_models import VOCABULARY, TinyModel
+from tests.helpers.tiny_models import VOCABULARY
 
 GOOD = GenerationRequest(prompt="the quick fox", max_tokens=3, echo_logprobs=True)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], TinyModel]) -> Iterator[Engine]:
+def engine(tiny):
     with Engine.from_pretrained(tiny("llama").path) as engine:
         engine.run([GOOD])
         yield engine
@@ -47,7 +46,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_any_text_is_a_prompt(engine: Engine, text: str) -> None:
+def test_any_text_is_a_prompt(engine, text):
     (result,) = run_beside_a_good_one(engine, GenerationRequest(prompt=text, max_tokens=2, echo_logprobs=True))
     assert isinstance(result.error, (RequestError, type(None)))
     if result.error is not None:
@@ -85,12 +84,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("given_, message", REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_served_fails_alone(engine: Engine, given_: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_served_fails_alone(engine, given_, message):
     (result,) = run_beside_a_good_one(engine, GenerationRequest(**given_))
     assert isinstance(result.error, RequestError) and message in str(result.error)
 
 
-def test_ten_thousand_stop_strings(engine: Engine) -> None:
+def test_ten_thousand_stop_strings(engine):
     """Each may begin anywhere in the newest text; the last one of them is met."""
     asked = GenerationRequest(prompt="the fox", max_tokens=30, ignore_eos=True, temperature=9.0, seed=1)
     (plain,) = run_beside_a_good_one(engine, asked)
@@ -115,6 +114,6 @@ fields = st.fixed_dictionaries(
 
 @settings(max_examples=60)
 @given(fields)
-def test_any_value_in_any_field_fails_alone_or_works(engine: Engine, values: dict[str, Any]) -> None:
+def test_any_value_in_any_field_fails_alone_or_works(engine, values):
     (result,) = run_beside_a_good_one(engine, GenerationRequest(**values))
     assert result.error is None or isinstance(result.error, RequestError)

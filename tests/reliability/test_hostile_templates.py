@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -31,14 +30,12 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imported() -> None:
+def imported():
     render("{{ messages[0].content }}", CHAT, True, {})
 
 
 @pytest.mark.parametrize("template, message", REFUSED.values(), ids=REFUSED)
-def test_what_leaves_the_sandbox_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
-) -> None:
+def test_what_leaves_the_sandbox_is_refused(tmp_path, monkeypatch, template, message):
     monkeypatch.chdir(tmp_path)
     with contained(memory=256 * MIB) as caught:
         render(template, CHAT, True, {})
@@ -46,16 +43,16 @@ def test_what_leaves_the_sandbox_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-def test_stars_outside_of_expressions_are_text() -> None:
+def test_stars_outside_of_expressions_are_text():
     assert render("**{{ messages[0].content }}** {# 2**3 #}", CHAT, True, {}) == "**hi** "
 
 
-def test_keyword_arguments_are_no_power() -> None:
+def test_keyword_arguments_are_no_power():
     template = "{% set m = dict(messages[0], **{'a': 'b'}) %}{{ m.content }} {{ dict( ** m).a }}"
     assert render(template, CHAT, True, {}) == "hi b"
 
 
-def test_a_loop_without_end_is_stopped_and_other_threads_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_end_is_stopped_and_other_threads_go_on(monkeypatch):
     monkeypatch.setattr(module, "MAX_CPU_S", 0.2)
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     rendered: list[str] = []
@@ -83,7 +80,7 @@ def test_a_loop_without_end_is_stopped_and_other_threads_go_on(monkeypatch: pyte
     assert module._watchdog._watcher is None and not module._watchdog._ends
 
 
-def test_without_the_guard_it_would_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_guard_it_would_go_on(monkeypatch):
     """The inverse: with ten times the time the same template computes ten times as long."""
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     used = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tests.helpers.data_sets import write_data
 from tests.helpers.helm_runs import Place
 from tests.helpers.real_runs import flexgen_helm
 from tests.helpers.shares import share_of
-from tests.helpers.tiny_models import TinyModel
 
 ENTRY = "lambada:mode=accuracy,model=flexgen/tiny"
 RUN = """
@@ -61,7 +59,7 @@ MOST = share_of(20_000, 4)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_thousand_requests(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_many_thousand_requests(tiny, tmp_path):
     model = tiny("llama").path
     few, many = (score(tmp_path / str(count), model, count) for count in (MOST // 4, MOST))
     print({key: (few[key], many[key]) for key in ("seconds", "peak", "rows", "cache_bytes")})
@@ -74,7 +72,7 @@ def test_many_thousand_requests(tiny: Callable[[str], TinyModel], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_helm_run_with_256_threads(tmp_path: Path) -> None:
+def test_helm_run_with_256_threads(tmp_path):
     results = []
     for threads in ("4", "256"):
         runs = Place(tmp_path / threads)

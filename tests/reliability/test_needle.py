@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from flexgen_helm.quant import precisions
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
 from tests.helpers.shares import share_of
-from tests.helpers.tiny_models import TinyModel
 
 # A packed cache rounds: where another order of sums moves a value over the border of two codes, log-probabilities move
 # by more than sums do. So these have the same bits with the same plan, and `tests/kv_cache` compares what they see.
@@ -69,7 +68,7 @@ def haystack(neighbours: list[dict[str, Any]], position: int) -> tuple[list[Gene
 
 
 @pytest.fixture(scope="module", autouse=True)
-def weights_alone() -> Iterator[None]:
+def weights_alone():
     """A precision whose cache is whole."""
     with pytest.MonkeyPatch.context() as patch:
         packed = replace(precisions.PRECISIONS["4bit"], name="4bit-weights", cache=None)
@@ -78,7 +77,7 @@ def weights_alone() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, GenerationResult]:
+def alone(tiny, tmp_path_factory):
     """The needle's answer by precision."""
     answers = {}
     for precision in EXACT:
@@ -125,13 +124,11 @@ def find(
 @settings(max_examples=share_of(24, 4))
 @given(asked=st.builds(haystack, company, st.integers(0, 9)), plan=plans)
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
-def test_the_needle_keeps_its_answer(
-    tiny: Any, tmp_path: Path, alone: Any, precision: str, asked: Any, plan: Any
-) -> None:
+def test_the_needle_keeps_its_answer(tiny, tmp_path, alone, precision, asked, plan):
     find(tmp_path, alone, asked, tiny=tiny, variant="llama", precision=precision, **plan)
 
 
-def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: Any) -> None:
+def test_the_needle_would_notice_a_neighbour(tiny, tmp_path, alone):
     """The inverse: if every sequence sees the columns of longer neighbours, its answer changes in this harness too."""
     neighbours = [
         {"shared": 0, "more": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}

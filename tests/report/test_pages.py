@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
 from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page
 from flexgen_helm.report.suite import read_suite
-from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, Browser, browser
+from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, browser
 from tests.helpers.planning_problems import small
 from tests.helpers.suites import accuracies, write_mmlu, write_run, write_totals
 
@@ -22,13 +20,13 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
+def window():
     with browser() as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suite(tmp_path_factory):
     """Long names, two models, two to five precisions, 57 runs of a scenario, perplexities, a run that failed."""
     folder = tmp_path_factory.mktemp("output") / "runs" / "a-suite"
     draw = np.random.default_rng(0)
@@ -60,7 +58,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "frontier"])
-def test_a_page_is_readable(window: Browser, suite: Path, name: str) -> None:
+def test_a_page_is_readable(window, suite, name):
     window.open(suite / f"{name}.html")
     found = {}
     for width in WIDTHS:
@@ -71,7 +69,7 @@ def test_a_page_is_readable(window: Browser, suite: Path, name: str) -> None:
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
 
-def test_an_interval_has_an_axis_with_its_ends_and_middle(window: Browser, suite: Path) -> None:
+def test_an_interval_has_an_axis_with_its_ends_and_middle(window, suite):
     window.open(suite / "flexgen_compare.html")
     for width in WIDTHS:
         window.show(width, "light")
@@ -96,9 +94,7 @@ def test_an_interval_has_an_axis_with_its_ends_and_middle(window: Browser, suite
          "labels overlap"),
     ],
 )  # fmt: skip
-def test_a_damaged_page_is_noticed(
-    window: Browser, suite: Path, tmp_path: Path, damage: Callable[[str], str], problem: str
-) -> None:
+def test_a_damaged_page_is_noticed(window, suite, tmp_path, damage, problem):
     html = (suite / "frontier.html").read_text(encoding="utf-8")
     damaged = damage(html)
     assert damaged != html

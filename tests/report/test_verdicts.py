@@ -28,6 +28,7 @@ from flexgen_helm.report.paired import (
 )
 from flexgen_helm.report.verdicts import Comparison, equivalence, holm, suite_equivalence
 from tests.helpers.flips import claims, draw_flips
+from tests.helpers.shares import share_of
 from tests.helpers.suites import accuracies, write_run
 
 ACCURACY, PERPLEXITY = metric_named("exact_match"), metric_named("target_perplexity")
@@ -246,7 +247,7 @@ def paired_samples(draw):
 
 
 @given(paired_samples())
-@settings(max_examples=120)
+@settings(max_examples=share_of(120, 3))
 def test_interval_p_and_verdict_never_disagree(sample):
     metric, baseline, scores, weights = sample
     paired = PairedScores(*sample)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.helpers.helm_runs import MODEL
 
 
 @pytest.fixture
-def on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_fakes(monkeypatch):
     """The window service that HELM makes for `MODEL` is that of the fake tokenizer."""
 
     def tokens(text: str) -> list[Any]:
@@ -77,16 +76,14 @@ def run_spec(entry: str) -> RunSpec:
 
 
 @pytest.mark.parametrize("entry", FAKE_ENTRIES)
-def test_figures_refuse_requests_of_helms_own_adapters(entry: str, fake_data: Path, on_fakes: None) -> None:
+def test_figures_refuse_requests_of_helms_own_adapters(entry, fake_data, on_fakes):
     spec = run_spec(entry)
     assert executed(spec, spec.adapter_spec).aggregated_stats
     with pytest.raises(FlexgenError, match="the request is not the one that defines this figure.*doctor"):
         executed(spec, spec.adapter_spec, foreign=True)
 
 
-def test_a_client_that_takes_no_ids_is_refused(
-    fake_data: Path, on_fakes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_takes_no_ids_is_refused(fake_data, on_fakes, monkeypatch):
     spec = run_spec(FAKE_ENTRIES[3])
     one_more = GeneratedOutput(text="", logprob=0.0, tokens=[Token("a", -1.0)] * 53)
     answer = RequestResult(True, [], [one_more], False)
@@ -96,9 +93,7 @@ def test_a_client_that_takes_no_ids_is_refused(
 
 
 @pytest.mark.parametrize("max_length, longest", [(2048, 60), (50, 50), (60, 60)])
-def test_windows_are_bounded_by_the_models_positions(
-    max_length: int, longest: int, fake_data: Path, on_fakes: None
-) -> None:
+def test_windows_are_bounded_by_the_models_positions(max_length, longest, fake_data, on_fakes):
     spec = run_spec(f"wikitext:max_length={max_length},model={MODEL}")
     adapter = AdapterFactory.get_adapter(spec.adapter_spec, None)  # type: ignore[arg-type]
     states = adapter.adapt(with_instance_ids(wikitext.WikitextScenario().get_instances("")), 1)
@@ -107,7 +102,7 @@ def test_windows_are_bounded_by_the_models_positions(
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 8, 100])
-def test_windows_predict_every_token_once_and_are_filled_with_context(length: int) -> None:
+def test_windows_predict_every_token_once_and_are_filled_with_context(length):
     ids = list(range(10, 18))
     found = adapters.windows(ids, 0, length)
     assert [token for window, context in found for token in window[context:]] == ids
@@ -118,7 +113,7 @@ def test_windows_predict_every_token_once_and_are_filled_with_context(length: in
     assert adapters.windows([], 0, length) == []
 
 
-def test_windows_are_those_of_helms_own_adapter(on_fakes: None, fake_data: Path) -> None:
+def test_windows_are_those_of_helms_own_adapter(on_fakes, fake_data):
     """Where the tokens of a text do not depend on where it is cut, and the model's positions are the length."""
     spec = run_spec(f"wikitext:max_length=60,model={MODEL}")
     plain = AdapterSpec(**{name: getattr(spec.adapter_spec, name) for name in AdapterSpec.__dataclass_fields__})
@@ -130,7 +125,7 @@ def test_windows_are_those_of_helms_own_adapter(on_fakes: None, fake_data: Path)
     assert ours == helms and len(ours) > len(instances)
 
 
-def test_token_requests_are_taken_as_they_are() -> None:
+def test_token_requests_are_taken_as_they_are():
     """No BOS before a window, where text of the same length gets one; other ids are another request."""
     tokenizer = fake_engine.FakeTokenizer(adds_bos=True)
     encoder = PromptEncoder(tokenizer)  # type: ignore[arg-type]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from helm.benchmark.run_spec_factory import construct_run_specs
@@ -20,14 +18,14 @@ TWO_PAGES = " \n = First = \n \n Some words . \n \n = = Part = = \n \n More . \n
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty data folder that is named."""
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def no_hub(monkeypatch):
     """A hub that cannot be reached; the requests to it."""
     requested: list[str] = []
 
@@ -43,7 +41,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- pages ----
 
 
-def test_a_page_begins_at_a_title_and_not_at_a_section() -> None:
+def test_a_page_begins_at_a_title_and_not_at_a_section():
     pages = wikitext.split_pages(TWO_PAGES)
     assert [page.split("\n")[0] for page in pages] == [" = First = ", " = Second = "]
     assert " = = Part = = " in pages[0]
@@ -53,7 +51,7 @@ def test_a_page_begins_at_a_title_and_not_at_a_section() -> None:
 # ---- detokenizing ----
 
 
-def test_the_62_pages_of_the_test_split(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_62_pages_of_the_test_split(shared_data, monkeypatch):
     """The digest is of what lm-evaluation-harness 0.4.13 makes of these pages."""
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(shared_data))
     pages = wikitext.read_pages()
@@ -80,11 +78,11 @@ def test_the_62_pages_of_the_test_split(shared_data: Path, monkeypatch: pytest.M
         ("a line\n next", "a line", "\n next"),
     ],
 )
-def test_targets(passage: str, context: str, target: str) -> None:
+def test_targets(passage, context, target):
     assert lambada.split_passage(passage) == (context, target)
 
 
-def test_the_passages_of_the_test_split(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_passages_of_the_test_split(shared_data, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(shared_data))
     instances = lambada.LambadaScenario("accuracy").get_instances("")
     assert len(instances) == lambada.PASSAGES
@@ -97,7 +95,7 @@ def test_the_passages_of_the_test_split(shared_data: Path, monkeypatch: pytest.M
 # ---- where the data comes from ----
 
 
-def test_the_folder_goes_before_the_hub(folder: Path, no_hub: list[str]) -> None:
+def test_the_folder_goes_before_the_hub(folder, no_hub):
     (folder / lambada.FILE).write_text(json.dumps({"text": "a b c"}) + "\n")
     (folder / wikitext.FILE).write_text(TWO_PAGES)
     assert lambada.read_passages() == ["a b c"]
@@ -105,7 +103,7 @@ def test_the_folder_goes_before_the_hub(folder: Path, no_hub: list[str]) -> None
     assert no_hub == []
 
 
-def test_the_hub_is_read_where_the_folder_has_no_such_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_read_where_the_folder_has_no_such_file(folder, monkeypatch):
     content = {"EleutherAI/lambada_openai": "text", "EleutherAI/wikitext_document_level": "page"}
     monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: [{content[name]: f"{config} {split}"}])
     data._load_hub.cache_clear()
@@ -114,9 +112,7 @@ def test_the_hub_is_read_where_the_folder_has_no_such_file(folder: Path, monkeyp
 
 
 @pytest.mark.parametrize("read, file", [(lambada.read_passages, lambada.FILE), (wikitext.read_pages, wikitext.FILE)])
-def test_a_refusal_names_both_ways(
-    read: Callable[[], list[str]], file: str, folder: Path, no_hub: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_names_both_ways(read, file, folder, no_hub, monkeypatch):
     with pytest.raises(UsageError, match="FLEXGEN_HELM_DATA.*EleutherAI/.* from the hub.*no network here") as refused:
         read()
     assert file in str(refused.value) and f"{folder / file} does not exist" in str(refused.value)
@@ -130,9 +126,7 @@ def test_a_refusal_names_both_ways(
 
 
 @pytest.mark.parametrize("content", [b"not JSON\n", b'{"passage": "a b"}\n', b'{"text": 1}\n', b"\xff\xfe\n"])
-def test_a_damaged_file_is_named_and_not_taken_for_an_absent_one(
-    content: bytes, folder: Path, no_hub: list[str]
-) -> None:
+def test_a_damaged_file_is_named_and_not_taken_for_an_absent_one(content, folder, no_hub):
     (folder / lambada.FILE).write_bytes(content)
     with pytest.raises(UsageError, match=lambada.FILE):
         lambada.read_passages()
@@ -142,7 +136,7 @@ def test_a_damaged_file_is_named_and_not_taken_for_an_absent_one(
 # ---- run specs ----
 
 
-def test_run_specs_have_names_groups_and_metadata() -> None:
+def test_run_specs_have_names_groups_and_metadata():
     entries = {
         "lambada:mode=accuracy": ("lambada:mode=accuracy", "generation", "exact_match"),
         "lambada:mode=perplexity": ("lambada:mode=perplexity", "language_modeling", "target_perplexity"),
@@ -170,6 +164,6 @@ def test_run_specs_have_names_groups_and_metadata() -> None:
         ("wikitext:max_length=many", "max_length is 'many'"),
     ],
 )
-def test_wrong_arguments_are_refused(entry: str, words: str) -> None:
+def test_wrong_arguments_are_refused(entry, words):
     with pytest.raises(UsageError, match=words):
         construct_run_specs(parse_object_spec(f"{entry},model=flexgen/opt-125m"))

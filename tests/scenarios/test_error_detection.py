@@ -27,7 +27,7 @@ def answer(instance: Instance) -> str:
     return reference.output.text
 
 
-def test_a_cell_is_wrong_where_the_tables_differ(tmp_path: Path) -> None:
+def test_a_cell_is_wrong_where_the_tables_differ(tmp_path):
     wrong = write_hospital(tmp_path / "data" / "Hospital")
     cells = [cell for row in error_detection.read_cells(tmp_path / "data" / "Hospital", "Hospital") for cell in row]
     assert len(cells) == 60 * 3  # neither the row's number nor a cell with nothing in it
@@ -36,7 +36,7 @@ def test_a_cell_is_wrong_where_the_tables_differ(tmp_path: Path) -> None:
     assert cells[1].text == "city: town 0" or cells[1].is_wrong
 
 
-def test_splits_are_of_rows_and_examples_are_balanced(tmp_path: Path) -> None:
+def test_splits_are_of_rows_and_examples_are_balanced(tmp_path):
     write_hospital(tmp_path / "data" / "Hospital")
     found = instances(tmp_path)
     counts = {split: Counter(answer(i) for i in found if i.split == split) for split in ("train", "valid", "test")}
@@ -54,9 +54,7 @@ def test_splits_are_of_rows_and_examples_are_balanced(tmp_path: Path) -> None:
         ([["index", "city"]], [["index", "city"]], "not the same table"),
     ],
 )
-def test_tables_that_do_not_belong_together_are_refused(
-    dirty: list[list[object]], clean: list[list[object]], message: str, tmp_path: Path
-) -> None:
+def test_tables_that_do_not_belong_together_are_refused(dirty, clean, message, tmp_path):
     folder = tmp_path / "data" / "Hospital"
     write_table(folder / "dirty.csv", dirty)
     write_table(folder / "clean.csv", clean)
@@ -64,7 +62,7 @@ def test_tables_that_do_not_belong_together_are_refused(
         instances(tmp_path)
 
 
-def test_without_network_the_files_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_the_files_place_is_named(tmp_path, monkeypatch):
     def unreachable(source: str, target: str) -> None:
         raise OSError("no route to host")
 
@@ -74,6 +72,6 @@ def test_without_network_the_files_place_is_named(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_another_dataset_is_refused() -> None:
+def test_another_dataset_is_refused():
     with pytest.raises(UsageError, match="dataset is 'Clinic'; it must be one of Hospital"):
         construct_run_specs(parse_object_spec(f"error_detection:dataset=Clinic,model={MODEL}"))

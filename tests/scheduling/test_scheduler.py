@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -200,21 +201,27 @@ def test_the_youngest_are_preempted_where_more_was_expected_to_end():
     for _ in range(50):
         lengths.count_token(60), lengths.count_end(60)
     scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=8), lengths)
-    oldest, most = prompts[0], 0
+    most = most_running(scheduler, room, lambda: None)
+    assert all(len(prompt.tokens) == 64 for prompt in prompts)
+    assert most > room // 64 and scheduler.num_preempted > 0 and not prompts[0].is_recomputed
+
+
+def most_running(scheduler: Scheduler, room: int, count_token: Callable[[], None]) -> int:
+    """Go on until answers of 60 tokens have ended; return how many sequences ran at once."""
+    most = 0
     for _ in range(2000):
         scheduler.make_room()
-        batches = scheduler.next_pass()
-        if not batches:
+        if not (batches := scheduler.next_pass()):
             break
         most = max(most, scheduler.num_running)
         assert scheduler.cache_tokens <= room
         for sequence in [item.sequence for batch in batches for item in batch.scheduled]:
             sequence.num_computed += sequence.num_pending
             sequence.tokens.append(2)
+            count_token()
             if len(sequence.tokens) == 64:
                 scheduler.retire(sequence)
-    assert all(len(prompt.tokens) == 64 for prompt in prompts)
-    assert most > room // 64 and scheduler.num_preempted > 0 and not oldest.is_recomputed
+    return most
 
 
 @pytest.mark.fast(40)
@@ -226,16 +233,7 @@ def test_a_preempted_sequence_that_is_left_alone_goes_on(room, ends):
     for _ in range(ends):
         lengths.count_token(60), lengths.count_end(60)
     scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=4), lengths)
-    for _ in range(1000):
-        scheduler.make_room()
-        if not (batches := scheduler.next_pass()):
-            break
-        for sequence in [item.sequence for batch in batches for item in batch.scheduled]:
-            sequence.num_computed += sequence.num_pending
-            sequence.tokens.append(2)
-            lengths.count_token(60)
-            if len(sequence.tokens) == 64:
-                scheduler.retire(sequence)
+    most_running(scheduler, room, lambda: lengths.count_token(60))
     assert all(len(prompt.tokens) == 64 for prompt in prompts)
 
 
