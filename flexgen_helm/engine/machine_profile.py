@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flexgen_helm.offload.transfer_manager import CopyEngine
 
 # Version of the profiler: raised when it measures something else.
-_VERSION = 8
+_VERSION = 9
 # Share of the processors' time that other programs take on a busy machine.
 _BUSY_SHARE = 0.25
 _WATCHED_S = 0.5
