@@ -13,7 +13,7 @@ def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[t
 def assert_is_product(y: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     assert y is not None and y.is_contiguous()
     exact = x.double() @ weight.double().t()
-    exact = exact if bias is None else exact + bias
+    exact, added = (exact, 0.0) if bias is None else (exact + bias, bias.abs())
     # Each of `width` sums may be off by half a unit in the last place of its largest term.
-    bound = 2**-23 * (x.double().abs() @ weight.double().abs().t() + 1).mul(x.shape[1] ** 0.5)
+    bound = 2**-23 * (x.double().abs() @ weight.double().abs().t() + added + 1).mul(x.shape[1] ** 0.5)
     assert ((y - exact).abs() <= bound).all()
