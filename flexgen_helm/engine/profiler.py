@@ -26,7 +26,7 @@ from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, re
 from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
 from flexgen_helm.kernels.layer_rows import put_rows
-from flexgen_helm.kernels.products import linear, linear_as_stored
+from flexgen_helm.kernels.products import linear
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
@@ -187,14 +187,13 @@ def _product_curves(device: torch.device, dtypes: Sequence[str], reads_16_bits: 
         kinds |= {name: ("float32", dtype) for dtype, name in PRODUCT_BY_WEIGHT.items()}
     curves, width = {}, _WIDTH if device.type == "cpu" else _DEVICE_WIDTH
     for name, (dtype, weight_dtype) in kinds.items():
-        product = linear if dtype == weight_dtype else linear_as_stored
         weight = torch.randn(width, width, device=device, dtype=getattr(torch, weight_dtype))
         weights = [weight, *(weight.clone() for _ in range(_UNCACHED_BYTES // weight.nbytes))]
         points = []
         for rows in _ROWS:
             x = torch.randn(rows, width, device=device, dtype=getattr(torch, dtype))
             used = weights[: 2 if rows > 256 else len(weights)]
-            seconds = _best([partial(product, x, weight, None) for weight in used], 3, device)
+            seconds = _best([partial(linear, x, weight, None) for weight in used], 3, device)
             points.append((float(rows), 2.0 * rows * width * width / seconds))
         curves[name] = Curve(tuple(points))
     return curves

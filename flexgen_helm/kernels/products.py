@@ -26,7 +26,10 @@ _EMULATED_S = 0.05
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; one dtype and device."""
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; on one device.
+
+    weight: in the dtype of x, or in one that the host `multiplies_as_stored`.
+    """
     y = linear_as_stored(x, weight, bias)
     return F.linear(x, weight, bias) if y is None else y
 
@@ -52,10 +55,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, weight_dtype: torch.d
 
     weight_dtype: as `multiplied_dtype` returns it; None for `dtype`.
     """
-    weight = torch.ones(_SQUARE, device=device, dtype=weight_dtype or dtype)
-    if weight.dtype == dtype:
-        return _rate(linear, dtype, weight)
-    return _rate(linear_as_stored, dtype, weight)
+    return _rate(linear, dtype, torch.ones(_SQUARE, device=device, dtype=weight_dtype or dtype))
 
 
 @cache
@@ -66,7 +66,7 @@ def library_flops(device: torch.device, dtype: torch.dtype) -> float:
     return _rate(F.linear, dtype, torch.ones(_SQUARE, device=device, dtype=dtype))
 
 
-def _rate(product: Callable[[Tensor, Tensor, None], Tensor | None], dtype: torch.dtype, weight: Tensor) -> float:
+def _rate(product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor) -> float:
     emulated = _seconds(product, dtype, weight, _DECODE_ROWS) > _EMULATED_S
     rows = _DECODE_ROWS if emulated else _WEIGHT_SIZE
     return 2.0 * rows * _WEIGHT_SIZE**2 / _seconds(product, dtype, weight, rows)
@@ -90,9 +90,7 @@ def product_library(device: torch.device, dtype: torch.dtype) -> str:
     return "AMX" if has_amx() else "vectors"
 
 
-def _seconds(
-    product: Callable[[Tensor, Tensor, None], Tensor | None], dtype: torch.dtype, weight: Tensor, rows: int
-) -> float:
+def _seconds(product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor, rows: int) -> float:
     """Best of 4 calls; the first one also pays for start-up."""
     x = torch.ones(rows, _WEIGHT_SIZE, device=weight.device, dtype=dtype)
     best = float("inf")

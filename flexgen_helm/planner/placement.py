@@ -405,8 +405,8 @@ class Machine:
     compute_dtype: of products and hidden states.
     overlap: transfers go on while the device computes.
     cpu_attention: beside a gpu, the host attends to the part of the cache that it holds.
-    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest; None where
-        they are converted first.
+    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest; None where they are
+        converted first.
     """
 
     limits: Mapping[Tier, int]

@@ -3,8 +3,7 @@
 The rule of thumb:
 
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
-  A host keeps matrices in 16 bits as stored too: products of few rows read them. Where products of many rows can as
-  well, it keeps nothing else.
+  A host whose products read matrices in 16 bits keeps those as stored.
 - Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.

@@ -93,7 +93,7 @@ class Workspace:
 
     @cached_property
     def _upcast_elements(self) -> int:
-        # On the CPU a product may pack a copy of the tile that was upcast.
+        # On the CPU PyTorch's product may pack a copy of the tile that was upcast.
         copies = 0 if not self.converts else 1 if self.tier == "gpu" else 2
         return copies * upcast_elements(_largest_matrix(self.config), self.tier == "gpu")
 

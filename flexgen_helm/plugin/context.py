@@ -41,7 +41,6 @@ class PluginContext:
     dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
     needs_requests: the HELM run in progress, if it is one of ours and its instances were made.
     generated: what our generators of HELM's registries made; called with the function and a name.
-    exit_code: of this process, as far as a suite has decided it.
     warn_once, tell_once: say a sentence to the user once.
     completed: deployments in HELM's registry that a user's file names and the plugin completed.
     """
@@ -54,7 +53,6 @@ class PluginContext:
         self.run: HelmRun | None = None
         self.dry_run: Path | None = None
         self.needs_requests: RunSpec | None = None
-        self.exit_code: int | None = None
         self.completed: set[str] = set()
         self.warn_once = cache(hwarn)
         self.tell_once = cache(lambda text, is_warning: report(Message(text, is_warning)))
@@ -91,4 +89,4 @@ def interrupt_on_signals() -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    process.close_at_exit(lambda: _context.service.close(), _context.exit_code)
+    process.close_at_exit(lambda: _context.service.close())

@@ -112,7 +112,6 @@ def run_suite(
                 context.service.close()
                 context.service = service
             context.suite, context.engine_options = None, {}
-            context.exit_code = exit_code
     return SuiteOutcome(exit_code, sentences, suite.finished, len(warnings), is_dry)
 
 

@@ -49,27 +49,28 @@ def _chain(signal_number: int, interrupt: Callable[[], None]) -> None:
     signal.signal(signal_number, handler)
 
 
-def close_at_exit(close: Callable[[], bool], exit_code: int | None = None) -> None:
+def close_at_exit(close: Callable[[], bool]) -> None:
     """Close a service while the interpreter ends; exit at once where its thread does not stop.
 
-    close: `Service.close`. exit_code: of the process where no command decides it; None: whether an exception ended it.
+    close: `Service.close`.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
     if not close():
-        _leave_at_once(exit_code if command_exit_code is None else command_exit_code)
+        _leave_at_once()
     # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
     # that search: without it, it prints a page of objects that it takes for leaked.
     if "triton" not in sys.modules:
         gc.freeze()
 
 
-def _leave_at_once(code: int | None) -> None:
+def _leave_at_once() -> None:
     """End the process with its exit code, without waiting for a thread that is in the middle of something.
 
     Python ends such a thread when it wants the interpreter again; in C++ that is `std::terminate`, exit code 134.
     """
+    code = command_exit_code
     if code is None:
         last = getattr(sys, "last_type", None)  # set where an exception ended the main thread
         code = 0 if last is None else 130 if issubclass(last, KeyboardInterrupt) else 1

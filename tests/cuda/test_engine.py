@@ -16,7 +16,7 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.kernels.products import linear, linear_as_stored
+from flexgen_helm.kernels.products import linear
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda import costs
@@ -117,7 +117,7 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
     products, honest = set(), profiler._best
 
     def noted(calls, repeats, device=profiler._HOST):
-        given = [call.args for call in calls if getattr(call, "func", None) in (linear, linear_as_stored)]
+        given = [call.args for call in calls if getattr(call, "func", None) is linear]
         products.update((device.type, weight.shape[0]) for _, weight, _ in given)
         return honest(calls, repeats, device)
 
