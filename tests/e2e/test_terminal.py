@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def run(folder: Path, *arguments: str, expect: int = 0) -> Session:
 @pytest.mark.slow
 def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(tiny, tmp_path):
     (tmp_path / "models.yaml").write_text(f"mine: {tiny('llama').path}\n")
-    command = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s", "--precision", "4bit"]
+    command = ["run", "-r", *ENTRIES, "-m", "100", "--suite", "s", "--precision", "4bit"]
+    # So many that the panel is drawn several times meanwhile.
     first = run(tmp_path, *command, "--policy", "4x2,0,0,0,0,0,100", "--cpu-memory", "64MiB", "--disk", "1GiB")
     for stage in ("starting HELM", "reading data and making prompts", "computing metrics"):
         assert first.shown(stage), stage
@@ -44,12 +46,12 @@ def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(tiny
     assert "Running simple_mcqa_scored" in log.read_text()
 
     again = run(tmp_path, *command)
-    assert "12 of 12 answers come from earlier runs" in " ".join(again.last.split())
+    assert re.search(r"(\d+) of \1 answers come from earlier runs", " ".join(again.last.split())), again.last
     assert len(list((tmp_path / "home" / "logs").iterdir())) == 2
 
-    fewer = ["2" if word == "4" else word for word in command]
+    fewer = ["2" if word == "100" else word for word in command]
     shorter = run(tmp_path, *fewer, "--skip-completed-runs")
-    assert "was completed with other settings (-m 4, now" in " ".join(shorter.last.split())
+    assert "was completed with other settings (-m 100, now" in " ".join(shorter.last.split())
 
     dry = run(tmp_path, *command, "--dry-run")
     assert "nothing was computed" in " ".join(dry.last.split())
