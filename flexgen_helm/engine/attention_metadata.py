@@ -8,25 +8,26 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.attention import (
+    BLOCK_KEYS,
+    Begun,
     Segments,
     SegmentTable,
     TokenGroup,
     attend_segments,
-    can_attend,
     can_attend_caches,
 )
-from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import NewTokens, place_new_tokens
+from flexgen_helm.kv_cache.codec import KeysValues, NewTokens, place_new_tokens
 from flexgen_helm.kv_cache.visibility import (
     DecodePart,
     PrefixPart,
@@ -88,7 +89,8 @@ class DecodeAttention:
     positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
     new: where the tokens go.
     parts: the cached keys that they see, in parts; the first has keys of all sequences.
-    table: the keys of the only part, for the compiled loop; None where it cannot be used.
+    table: for the compiled loop, the keys of shared prefixes behind the last whole block, and of the only part; None
+        where it cannot be used.
     """
 
     tokens: slice
@@ -100,11 +102,17 @@ class DecodeAttention:
     table: SegmentTable | None = None
 
     def attend(
-        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, before: PartialAttention | None = None
+        self,
+        at: LayerAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefixes: SequenceOf[KeysValues] = (),
+        begun: Begun | None = None,
     ) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v.
 
-        before: over the shared prefixes, which the compiled loop merges the result with; both are written.
+        prefixes, begun: what the compiled loop reads beside the caches, and goes on from (`attend_segments`).
         """
         cache = at.cache
         if self.on_host:
@@ -115,11 +123,10 @@ class DecodeAttention:
         cache.append(self.block, at.layer, self.new, k, v)
         first, *more = self.parts
         if self.table is not None:
-            segments = self.table.at_caches(*cache.read(self.block, at.layer, first))
-            out, lse = _attend_segments(at, q.float().contiguous(), segments, before)
+            segments = self.table.at(prefixes, caches=cache.read(self.block, at.layer, first))
+            out, lse = _attend_segments(at, q.float().contiguous(), segments, begun)
             out = out.to(q.dtype)
         else:
-            assert before is None
             out, lse = self._attend(first, at, q)
         for part in more:
             rows = part.sequences
@@ -180,6 +187,8 @@ class AttentionMetadata:
     """Flat view of a batch; built once, used by every layer.
 
     token_ids, positions: [T], positions are absolute.
+    table: for the compiled loop, what prompts see, and decoding tokens of the blocks of keys in shared prefixes; None
+        where the segments are attended to one by one.
     """
 
     token_ids: TableRows
@@ -187,11 +196,12 @@ class AttentionMetadata:
     prompts: tuple[PromptAttention, ...]
     decodes: tuple[DecodeAttention, ...]
     prefixes: tuple[PrefixAttention, ...]
+    table: SegmentTable | None
 
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp [T, Hq]."""
-        if (compiled := self._attend_compiled(at, q, k, v)) is not None:
-            return compiled
+        if self.table is not None:
+            return self._attend_compiled(at, self.table, q, k, v)
         segments: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
         if len(segments) == 1:
             out, lse = segments[0].attend(at, q, k, v)
@@ -207,50 +217,22 @@ class AttentionMetadata:
             out[prefix.tokens], lse[prefix.tokens] = joined
         return out, lse
 
-    def _attend_compiled(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
-        """Attend over all segments in compiled loops; None where only the segments one by one can be.
-
-        A packed cache shows each query other versions of keys.
-        """
-        cache = at.cache
-        if cache.codec.cache_format is not None or not can_attend(q, k, v):
-            return None
-        if any(decoding.table is None for decoding in self.decodes):
-            return None
-        attended = None
-        if self.prompts or self.prefixes:
-            for prompt in self.prompts:  # a prefix is read in the batch that computes it
-                prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-            read = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
-            attended = _attend_segments(at, q, self._segments.at(read, (k, v) if self.prompts else None))
-            for prefix in self.prefixes:
-                cache.done(prefix.prefix.seat[0], at.layer)
-        if attended is None and len(self.decodes) == 1:
-            return self.decodes[0].attend(at, q, k, v)
-        out, lse = attended or (empty(q.shape), empty(q.shape[:2]))
+    def _attend_compiled(
+        self, at: LayerAttention, table: SegmentTable, q: Tensor, k: Tensor, v: Tensor
+    ) -> PartialAttention:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        cache, begun = at.cache, Begun.empty(q)
+        for prompt in self.prompts:  # a prefix is read in the batch that computes it
+            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+        prefixes = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
+        if len(table.jobs):
+            _attend_segments(at, q, table.at(prefixes, (k, v) if self.prompts else None), begun)
         for decoding in self.decodes:
-            tokens = decoding.tokens
-            decoding.attend(at, q[tokens], k[tokens], v[tokens], (out[tokens], lse[tokens]))
-        return out, lse
-
-    @cached_property
-    def _segments(self) -> SegmentTable:
-        """What prompts see, and decoding tokens of shared prefixes."""
-        numbers = {shared.prefix: number for number, shared in enumerate(self.prefixes)}
-        groups = [
-            TokenGroup(prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start,
-                       [numbers[prefix] for prefix in prompt.sequence.prefixes])
-            for prompt in self.prompts
-        ]  # fmt: skip
-        for decoding in self.decodes:
-            first = decoding.tokens.start
-            for prefixes, sequences in groupby(decoding.block.sequences, lambda sequence: sequence.prefixes):
-                count = len(list(sequences))
-                if prefixes:
-                    groups.append(TokenGroup(first, count, [numbers[prefix] for prefix in prefixes], is_prompt=False))
-                first += count
-        lengths = [(shared.prefix.prompt_len, shared.prefix.start) for shared in self.prefixes]
-        return SegmentTable.of(groups, self.positions.on_host.numpy(), lengths)
+            part = decoding.tokens
+            decoding.attend(at, q[part], k[part], v[part], prefixes, Begun(*(x[part] for x in begun)))
+        for shared in self.prefixes:
+            cache.done(shared.prefix.seat[0], at.layer)
+        return begun.out, begun.lse
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
         """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
@@ -371,6 +353,10 @@ def build_attention_metadata(
     ]
     uploads.copy(device)
 
+    # One loop attends to all segments. Where a device computes and the host attends, it takes caches alone.
+    compiles = cache.codec.cache_format is None and dtype == torch.float32 and can_attend_caches(device, dtype)
+    lengths = [(prefix.prompt_len, prefix.start) for prefix in users]
+    numbers = {prefix: number for number, prefix in enumerate(users)}
     decodes = []
     for (block, first), (new, counts) in zip(blocks.items(), appended):
         on_host = cache.attends_on_host(block)
@@ -379,8 +365,12 @@ def build_attention_metadata(
         starts = absolute[tokens] - cached if has_chunks else 0
         table = None
         if cache.codec.cache_format is None and can_attend_caches(cached.device, dtype):
-            begins, follows = zip(*((sequence.start, bool(sequence.prefixes)) for sequence in block.sequences))
-            table = SegmentTable.of_caches(positions[tokens], begins, follows)
+            groups = []
+            for row, sequence in enumerate(block.sequences):
+                shared = [numbers[prefix] for prefix in sequence.prefixes] if compiles else []
+                begin = _whole_blocks(sequence) if compiles else 0
+                groups.append(TokenGroup(row, 1, shared, (row, sequence.start), begin=begin))
+            table = SegmentTable.of(groups, positions[tokens], lengths)
             seen: tuple[DecodePart, ...] = (whole_part(block),)
         else:
             queries = Queries(cached, starts, mask_dtype(cached.device, dtype))
@@ -395,16 +385,36 @@ def build_attention_metadata(
         parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at.numbers, cache.codec)
         prefixes.append(PrefixAttention(prefix, where, seen_at.on_device, seen_at.on_host, parts))
 
+    table = SegmentTable.of(_joined_groups(prompts, decodes, numbers), positions, lengths) if compiles else None
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
-    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))
+    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table)
 
 
-def _attend_segments(
-    at: LayerAttention, q: Tensor, segments: Segments, before: PartialAttention | None = None
-) -> PartialAttention:
+def _whole_blocks(sequence: Sequence) -> int:
+    """Return the positions of a sequence's shared prefixes that whole blocks of keys have."""
+    return sequence.start // BLOCK_KEYS * BLOCK_KEYS
+
+
+def _joined_groups(
+    prompts: Iterable[PromptAttention], decodes: Iterable[DecodeAttention], numbers: Mapping[Sequence, int]
+) -> Iterator[TokenGroup]:
+    """Prompts, and decoding tokens over the blocks of keys that lie in shared prefixes; numbers: of prefixes."""
+    for prompt in prompts:
+        shared = [numbers[prefix] for prefix in prompt.sequence.prefixes]
+        yield TokenGroup(prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start, shared, is_prompt=True)
+    for decoding in decodes:
+        first = decoding.tokens.start
+        for prefixes, sequences in groupby(decoding.block.sequences, lambda sequence: sequence.prefixes):
+            begun, *more = sequences
+            if end := _whole_blocks(begun):
+                yield TokenGroup(first, 1 + len(more), [numbers[prefix] for prefix in prefixes], end=end)
+            first += 1 + len(more)
+
+
+def _attend_segments(at: LayerAttention, q: Tensor, segments: Segments, begun: Begun | None = None) -> PartialAttention:
     window, config = at.window, at.config
     seen = None if window is None else (window.tokens, window.is_chunked)
-    return attend_segments(q, segments, config.scale, seen, config.softcap, config.slopes, before)
+    return attend_segments(q, segments, config.scale, seen, config.softcap, config.slopes, begun)
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

@@ -220,7 +220,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
         return partial(attend_causal, q, k, v, AttentionConfig(scale))
-    table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
+    table = SegmentTable.of([TokenGroup(0, tokens, is_prompt=True)], range(tokens))
     return partial(attend_segments, q, table.at((), (k, v)), scale)
 
 
@@ -229,8 +229,8 @@ def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callab
 
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
-        table = SegmentTable.of_caches([last] * len(q), [0] * len(q), [False] * len(q))
-        return partial(attend_segments, q.float(), table.at_caches(k, v), scale)
+        table = SegmentTable.of([TokenGroup(row, 1, cache=(row, 0)) for row in range(len(q))], [last] * len(q))
+        return partial(attend_segments, q.float(), table.at(caches=(k, v)), scale)
     return partial(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
 
 

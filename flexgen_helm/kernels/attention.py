@@ -26,25 +26,35 @@ from flexgen_helm.kernels.trial import Loops
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _FLOAT_BYTES = 4
+# Keys of a block, whose scores stay in the first cache. Blocks begin at its multiples, whatever segments they lie in:
+# so a query's sums have one order.
+BLOCK_KEYS = 64
 # Elements of keys and values, read by one tile of queries, that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Neighbouring tokens of a batch that see the same shared segments.
+    """Neighbouring tokens of a batch that see the same shared segments, and behind them keys of their sequence.
 
     first, count: tokens of the batch.
-    shared: numbers of the segments.
-    is_prompt: they also see those before them in the group.
-    follows: they have results over earlier keys, which this attention goes on from.
+    shared: numbers of the segments, each of which begins where the one before it ends.
+    cache: slot of their sequence's cache, and the position of its first key; None: no token sees a cache.
+    is_prompt: they see those before them in the group instead.
+    begin, end: key positions that this attention takes, whole blocks; end 0: all from `begin` on. What a group begins
+        is gone on with by one that begins where it ends (`attend_segments`).
     """
 
     first: int
     count: int
-    shared: Sequence[int]
-    is_prompt: bool = True
-    follows: bool = False
+    shared: Sequence[int] = ()
+    cache: tuple[int, int] | None = None
+    is_prompt: bool = False
+    begin: int = 0
+    end: int = 0
+
+
+_SHARED, _PROMPT, _CACHE = range(3)
 
 
 class Segments(NamedTuple):
@@ -64,84 +74,76 @@ class SegmentTable:
     """What the tokens of a batch see, as the compiled function reads it; the same for all layers.
 
     positions: [T].
-    jobs: [groups, 5]; segments: [n, 8] without addresses (`attention_loop.attend`).
-    source: [n], the first token of a prompt's segment, or the number of a shared one.
-    is_prompt: [n], whose keys are those of the batch's tokens.
+    jobs: [groups, 6]; segments: [n, 8] without addresses (`attention_loop.attend`).
+    kinds: [n], whether a segment is shared, of a prompt, or a cache.
+    source: [n], the number of a shared segment, the first token of a prompt, or the slot of a cache.
     """
 
     positions: Integers
     jobs: Integers
     segments: Integers
+    kinds: Integers
     source: Integers
-    is_prompt: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
     def of(
-        cls, groups: Iterable[TokenGroup], positions: Sequence[int] | Integers, shared: Sequence[tuple[int, int]]
+        cls, groups: Iterable[TokenGroup], positions: Sequence[int] | Integers, shared: Sequence[tuple[int, int]] = ()
     ) -> SegmentTable:
         """shared: length and first position of the shared segments."""
         jobs: list[tuple[int, ...]] = []
-        segments: list[list[int]] = []
-        source: list[int] = []
-        prompts: list[bool] = []
+        rows: list[tuple[int, ...]] = []  # length, first position, kind, source
         for group in groups:
-            first = len(segments)
-            seen = [(*shared[number], number, False) for number in group.shared]
+            first, position = len(rows), int(positions[group.first])
+            rows += [(*shared[number], _SHARED, number) for number in group.shared]
             if group.is_prompt:
-                seen.append((group.count, int(positions[group.first]), group.first, True))
-            for length, position, number, is_prompt in seen:
-                segments.append([0] * 6 + [length, position])
-                source.append(number)
-                prompts.append(is_prompt)
-            jobs.append((group.first, group.count, first, len(segments), group.follows))
-        at, table, rows, numbers = (np.array(x, np.int64) for x in (positions, jobs, segments, source))
-        return cls(at, table, rows.reshape(-1, 8), numbers, np.array(prompts, np.bool_))
-
-    @classmethod
-    def of_caches(cls, positions: Sequence[int], starts: Sequence[int], follows: Sequence[bool]) -> SegmentTable:
-        """One token a sequence, which sees what its sequence's cache has.
-
-        positions, starts: of the tokens, and of the first key in each cache.
-        """
-        groups = [TokenGroup(row, 1, (row,), False, goes_on) for row, goes_on in enumerate(follows)]
-        return cls.of(groups, positions, [(at + 1 - start, start) for at, start in zip(positions, starts)])
+                rows.append((group.count, position, _PROMPT, group.first))
+            if group.cache is not None:
+                slot, start = group.cache
+                rows.append((position + 1 - start, start, _CACHE, slot))
+            jobs.append((group.first, group.count, first, len(rows), group.begin, group.end))
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        segments = np.concatenate((np.zeros((len(rows), 6), np.int64), table[:, :2]), 1)
+        return cls(np.array(positions, np.int64), np.array(jobs, np.int64).reshape(-1, 6), segments, *table.T[2:])
 
     @cached_property
     def keys(self) -> Integers:
-        """Keys of each job's segments together."""
-        until = np.concatenate(([0], np.cumsum(self.segments[:, 6])))
-        return until[self.jobs[:, 3]] - until[self.jobs[:, 2]]
+        """Keys that each job takes."""
+        first, last, begin, end = self.jobs.T[2:]
+        until = self.segments[last - 1, 6:].sum(1)
+        return np.where(end > 0, np.minimum(until, end), until) - np.maximum(self.segments[first, 7], begin)
 
-    def at(self, shared: Sequence[tuple[Tensor, Tensor]], batch: tuple[Tensor, Tensor] | None = None) -> Segments:
-        """Fill in where keys and values are.
+    def at(
+        self,
+        shared: Sequence[tuple[Tensor, Tensor]] = (),
+        batch: tuple[Tensor, Tensor] | None = None,
+        caches: tuple[Tensor, Tensor] | None = None,
+    ) -> Segments:
+        """Fill in where keys and values are, all of one dtype.
 
         shared: of the shared segments, [Hk, S, D].
         batch: of the batch's tokens, [T, Hk, D]; None if no token sees another of them.
+        caches: [slots, Hk, S, D]; None if no token sees a cache.
         """
-        operands = tuple(chain(*shared, batch or ()))
-        assert _suit(*operands)
+        operands = (*chain(*shared), *(batch or ()), *(caches or ()))
+        assert all(x.device.type == "cpu" and x.stride(-1) == 1 and x.dtype == operands[0].dtype for x in operands)
         rows, key_heads = self.segments.copy(), 0
         if shared:
             addresses = np.array([_addresses(keys, values, 1, 0) for keys, values in shared], np.int64)
-            rows[~self.is_prompt, :6] = addresses[self.source[~self.is_prompt]]
+            is_shared = self.kinds == _SHARED
+            rows[is_shared, :6] = addresses[self.source[is_shared]]
             key_heads = shared[0][0].shape[0]
-        if batch is not None:
-            first = self.source[self.is_prompt]
-            rows[self.is_prompt, :6] = _addresses(*batch, 0, 1)
-            for column, x in enumerate(batch):
-                rows[self.is_prompt, column] += first * (_FLOAT_BYTES * x.stride(0))
-            key_heads = batch[0].shape[1]
+        for kind, pair, row_axis, head_axis in ((_PROMPT, batch, 0, 1), (_CACHE, caches, 2, 1)):
+            if pair is None:
+                continue
+            chosen = self.kinds == kind
+            first = self.source[chosen]
+            if kind == _CACHE:
+                assert first.max() < len(pair[0]) and self.segments[chosen, 6].max() <= pair[0].shape[2]
+            rows[chosen, :6] = _addresses(*pair, row_axis, head_axis)
+            for column, x in enumerate(pair):
+                rows[chosen, column] += first * (x.element_size() * x.stride(0))
+            key_heads = pair[0].shape[head_axis]
         return Segments(self, rows, key_heads, operands)
-
-    def at_caches(self, k: Tensor, v: Tensor) -> Segments:
-        """Fill in where keys and values are; k and v [T, Hk, S, D], the caches of a table `of_caches`."""
-        assert k.device.type == "cpu" and k.dtype == v.dtype and k.stride(-1) == v.stride(-1) == 1
-        assert self.source.max() < len(k) and self.segments[:, 6].max() <= k.shape[2]
-        rows = self.segments.copy()
-        rows[:, :6] = _addresses(k, v, 2, 1)
-        for column, x in enumerate((k, v)):
-            rows[:, column] += self.source * (x.element_size() * x.stride(0))
-        return Segments(self, rows, k.shape[1], (k, v))
 
 
 def _addresses(k: Tensor, v: Tensor, row: int, head: int) -> list[int]:
@@ -152,7 +154,8 @@ def _addresses(k: Tensor, v: Tensor, row: int, head: int) -> list[int]:
 
 def can_attend(*operands: Tensor) -> bool:
     """Return whether `attend_segments` takes such queries, keys and values in a loop."""
-    return _suit(*operands) and loops() is not None
+    suit = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands)
+    return suit and loops() is not None
 
 
 def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
@@ -162,8 +165,17 @@ def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
     return bool(module.CONVERTS_HALVES or dtype != torch.float16)
 
 
-def _suit(*operands: Tensor) -> bool:
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands)
+class Begun(NamedTuple):
+    """Results [T, Hq, D], log-sum-exps and sums [T, Hq] of attention that has more keys to come."""
+
+    out: Tensor
+    lse: Tensor
+    sums: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor) -> Begun:
+        """For queries [T, Hq, D]."""
+        return cls(empty(q.shape), empty(q.shape[:2]), empty(q.shape[:2]))
 
 
 def attend_segments(
@@ -173,20 +185,21 @@ def attend_segments(
     window: tuple[int, bool] | None = None,
     softcap: float | None = None,
     slopes: Tensor | None = None,
-    before: tuple[Tensor, Tensor] | None = None,
+    begun: Begun | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [T, Hq, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
 
     segments: of tokens that their table leaves out, nothing is written.
     window: a token sees so many positions, itself included, or those of its own chunk of so many; None: all.
     slopes: [Hq] of ALiBi, in float32, neighbours.
-    before: results over earlier keys of the tokens that follow some; both are written. None: no token follows any.
+    begun: what groups with a `begin` go on from, and where all results are written; None: new memory.
     """
-    (tokens, heads, dim), (table, rows, key_heads, operands) = q.shape, segments
-    if not _suit(q) or (module := loops()) is None:
-        return _attend_plainly(q, segments, Way(scale, window, softcap, slopes), before)
+    (_, heads, dim), (table, rows, key_heads, operands) = q.shape, segments
+    assert q.dtype == torch.float32 and q.device.type == "cpu" and q.stride(-1) == 1
+    if (module := loops()) is None:
+        return _attend_plainly(q, segments, Way(scale, window, softcap, slopes))
     group = heads // key_heads
-    out, lse = before if before is not None else (empty(q.shape), empty((tokens, heads)))
+    out, lse, sums = begun or Begun.empty(q)
     tiles = key_heads * (-(-table.jobs[:, 1] * group // module.TILE_QUERIES))
     most_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
     threads, floats = team_size(most_threads), module.scratch_floats(dim)
@@ -195,9 +208,9 @@ def attend_segments(
     addresses = [table.jobs.ctypes.data, len(table.jobs), rows.ctypes.data]
     for x in (q, out):
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
-    addresses += [lse.data_ptr(), _FLOAT_BYTES * lse.stride(0), key_heads, group, dim, window_tokens]
+    addresses += [lse.data_ptr(), sums.data_ptr(), _FLOAT_BYTES * lse.stride(0), key_heads, group, dim, window_tokens]
     addresses += [factors.ctypes.data, table.positions.ctypes.data, 0 if slopes is None else slopes.data_ptr()]
-    addresses += [is_chunked, KINDS[operands[0].dtype], before is not None, memory.data_ptr(), _FLOAT_BYTES * floats]
+    addresses += [is_chunked, KINDS[operands[0].dtype], memory.data_ptr(), _FLOAT_BYTES * floats]
     run_on_threads(module.attend.address, addresses, threads)
     return out, lse
 
@@ -217,13 +230,11 @@ class Way(NamedTuple):
     slopes: Tensor | None
 
 
-def _attend_plainly(
-    q: Tensor, segments: Segments, way: Way, before: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """The formula, one group of tokens after the other."""
+def _attend_plainly(q: Tensor, segments: Segments, way: Way) -> tuple[Tensor, Tensor]:
+    """The formula, one group of tokens after the other, over all keys that the group sees wherever it begins."""
     table = segments.table
-    out, lse = before or (q.new_zeros(q.shape), q.new_full(q.shape[:2], -math.inf))
-    for first, count, begin, end, follows in table.jobs.tolist():
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -math.inf)
+    for first, count, begin, end, *_ in table.jobs.tolist():
         tokens = slice(first, first + count)
         seen = [_keys_and_values(segments, number) for number in range(begin, end)]
         k, v = (torch.cat(x, 1).repeat_interleave(q.shape[1] // segments.key_heads, 0) for x in zip(*seen))
@@ -237,22 +248,18 @@ def _attend_plainly(
             size, is_chunked = way.window
             hidden |= keys < (at // size * size if is_chunked else at + 1 - size)
         scores = scores.masked_fill(hidden, -math.inf)
-        weights, total = torch.softmax(scores, -1).nan_to_num(0.0), torch.logsumexp(scores, -1).t()
-        joined = torch.logaddexp(lse[tokens], total) if follows else total
-        result = (weights @ v).transpose(0, 1) * (total - joined).exp().nan_to_num(0.0)[..., None]
-        if follows:
-            result += out[tokens] * (lse[tokens] - joined).exp().nan_to_num(0.0)[..., None]
-        out[tokens], lse[tokens] = result, joined
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        out[tokens], lse[tokens] = (weights @ v).transpose(0, 1), torch.logsumexp(scores, -1).t()
     return out, lse
 
 
 def _keys_and_values(segments: Segments, number: int) -> list[Tensor]:
     """Keys and values [Hk, S, D] of a segment, in float32."""
     table, operands = segments.table, segments.operands
-    source, length = int(table.source[number]), int(table.segments[number, 6])
-    if operands[0].dim() == 4:
-        pair = [x[source] for x in operands]
-    elif table.is_prompt[number]:
+    kind, source, length = int(table.kinds[number]), int(table.source[number]), int(table.segments[number, 6])
+    if kind == _CACHE:
+        pair = [x[source] for x in operands[-2:]]
+    elif kind == _PROMPT:
         pair = [x[source : source + length].transpose(0, 1) for x in operands[-2:]]
     else:
         pair = list(operands[2 * source : 2 * source + 2])
@@ -260,7 +267,7 @@ def _keys_and_values(segments: Segments, number: int) -> list[Tensor]:
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Prompts, one of them behind a shared prefix, and tokens that go on from what they have seen in caches."""
+    """Prompts, one of them behind a shared prefix, and tokens over caches, one of them in two steps."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -268,26 +275,35 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
 
     dim, before, counts = 20, 67, (70, 9)
     q, prefix, (k, v) = normal(sum(counts), 4, dim), normal(2, 2, before, dim), normal(2, sum(counts), 2, dim)
-    prompts = TokenGroup(0, counts[0], (0,)), TokenGroup(counts[0], counts[1], ())
-    positions = [*range(before, before + counts[0]), *range(counts[1])]
-    table = SegmentTable.of(prompts, positions, [(before, 0)])
-    segments = table.at([(prefix[0], prefix[1])], (k, v))
+    prompts = TokenGroup(0, counts[0], (0,), is_prompt=True), TokenGroup(counts[0], counts[1], is_prompt=True)
+    positions, shared = [*range(before, before + counts[0]), *range(counts[1])], [(before, 0)]
+    segments = SegmentTable.of(prompts, positions, shared).at([(prefix[0], prefix[1])], (k, v))
     ways = Way(0.3, None, None, None), Way(0.3, (50, False), 2.0, None), Way(0.3, (50, True), None, normal(4))
     for way in ways:
         yield lambda way=way: _joined(*attend_segments(q, segments, *way))  # type: ignore[misc]
-    groups = TokenGroup(0, 1, (0,), False), TokenGroup(1, 1, (1,), False)
-    first = SegmentTable.of(groups, [4, 85], [(5, 0), (30, 0)])
-    second = SegmentTable.of([TokenGroup(1, 1, (1,), False, True)], [4, 85], [(0, 0), (56, 30)])
+    positions = [4, before + 56]
+    first = SegmentTable.of([TokenGroup(1, 1, (0,), end=64)], positions, shared)
+    rest = SegmentTable.of(
+        [TokenGroup(0, 1, (), (0, 0)), TokenGroup(1, 1, (0,), (1, before), begin=64)], positions, shared
+    )
+    alone = SegmentTable.of([TokenGroup(row, 1, (), (row, 0)) for row in range(2)], [4, 56])
     for dtype in KINDS:
         if not can_attend_caches(q.device, dtype):
             continue
-        caches = normal(2, 2, 2, 90, dim).to(dtype)  # two sequences, the second in two steps
-        at_first, rest = first.at_caches(*caches), second.at_caches(*caches[..., 30:, :])
+        caches, pair = normal(2, 2, 2, 57, dim).to(dtype), prefix.to(dtype)
+        cached = caches[0], caches[1]
+        whole, begin, finish = (
+            alone.at(caches=cached),
+            first.at([(pair[0], pair[1])]),
+            rest.at([(pair[0], pair[1])], None, cached),
+        )
         for way in ways:
+            yield lambda way=way, whole=whole: _joined(*attend_segments(q[:2], whole, *way))  # type: ignore[misc]
 
-            def in_two_steps(way: Way = way, first: Segments = at_first, rest: Segments = rest) -> Tensor:
-                before = attend_segments(q[:2], first, way.scale, way.window, way.softcap, way.slopes)
-                return _joined(*attend_segments(q[:2], rest, way.scale, way.window, way.softcap, way.slopes, before))
+            def in_two_steps(way: Way = way, begin: Segments = begin, finish: Segments = finish) -> Tensor:
+                begun = Begun.empty(q[:2])
+                attend_segments(q[:2], begin, *way, begun)
+                return _joined(*attend_segments(q[:2], finish, *way, begun))
 
             yield in_two_steps
 

@@ -13,6 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from flexgen_helm.kernels.attention import BLOCK_KEYS
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
     FLOAT,
@@ -41,9 +42,9 @@ from flexgen_helm.kernels.emit import (
 from flexgen_helm.kernels.team import FLOAT16, FLOAT32
 
 # Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
-# stay in registers. Keys of a block: its scores stay in the first cache.
+# stay in registers.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
-TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
+TILE_QUERIES = _QUERY_VECTORS * LANES
 _ROW_BYTES = 4 * TILE_QUERIES
 # Rows of a tile, with a number for each query: the maximum of its scores, the sum of its weights, the first key that
 # it sees, the one behind the last, its slope, its distance from key 0.
@@ -232,6 +233,28 @@ def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any,
     return np.int64(target.ctypes.data), 4 * target.shape[1]
 
 
+@njit
+def _score_keys(keys: Any, row_bytes: Any, queries: Any, size: Any, scores: Any, count: Any, vectors: Any) -> None:
+    """Scores [count, queries] of keys [count, size]."""
+    at = 0
+    while at < count:
+        step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
+        _step((step, vectors, keys + at * row_bytes, row_bytes, 4, queries, size, scores + at * _ROW_BYTES, 0))
+        at += step
+
+
+@njit
+def _add_values(
+    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any, adds: Any
+) -> None:
+    """Add values [count, size] times weights [count, queries] to outputs [size, queries]; adds: 0 writes them."""
+    at = 0
+    while at < size:
+        step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
+        _step((step, vectors, values + 4 * at, 4, row_bytes, weights, count, outputs + at * _ROW_BYTES, adds))
+        at += step
+
+
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
 _LEAST = np.float32(-3e38)
 
@@ -251,10 +274,11 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
     Products have keys or elements of a head for rows, and queries for columns, so keys and values are read as they
     are, and a query's maximum is that of a column.
     """
-    segments, q, q_row, q_head, out, out_row, out_head, lse, lse_row = given[2:11]
-    group, size, window, factors, positions, all_slopes, is_chunked, kind, any_follows = given[12:21]
+    segments, q, q_row, q_head, out, out_row, out_head, lse, sums, lse_row = given[2:12]
+    group, size, window, factors, positions, all_slopes, is_chunked, kind = given[13:21]
     scale, cap = floats(factors, 1)[0], floats(factors + 4, 1)[0]
-    bends, token, follows = cap != 0.0 or all_slopes != 0, job[0], any_follows and job[4]
+    bends, token = cap != 0.0 or all_slopes != 0, job[0]
+    begin, is_whole, follows = job[4], job[5] == 0, job[4] > 0
     position = integers(positions + 8 * token, job[1])
     rows = min(TILE_QUERIES, job[1] * group - first_row)
     tile = numba.carray(pointer(scratch), (_QUERIES + 2 * size, TILE_QUERIES), np.float32)
@@ -272,67 +296,70 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
         for element in range(turned, size):
             tile[_QUERIES + element, lane] = query[element] * scale
         tile[_MAXIMUM, lane], tile[_SUM, lane] = _LEAST, 0
-        if follows:  # the result over earlier keys is that of one key with this score
+        if follows:
             result = floats(out + row_token * out_row + row_head * out_head, size)
+            statistic = row_token * lse_row + 4 * row_head
             for element in range(size):
                 tile[_QUERIES + size + element, lane] = result[element]
-            score = floats(lse + row_token * lse_row + 4 * row_head, 1)[0]
-            tile[_MAXIMUM, lane], tile[_SUM, lane] = max(_LEAST, score), score > _LEAST
+            tile[_MAXIMUM, lane], tile[_SUM, lane] = floats(lse + statistic, 1)[0], floats(sums + statistic, 1)[0]
         if all_slopes:
             tile[_SLOPE, lane] = floats(all_slopes + 4 * row_head, 1)[0]
+        at = position[row // group]
+        tile[_LOW, lane], tile[_HIGH, lane], tile[_DISTANCE, lane] = _oldest(at, window, is_chunked), at + 1, -at
     for lane in range(0, lanes, LANES):
         for element in range(0, turned, LANES):
             at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
             _turn_in((at, 4 * element, factors, queries + element * _ROW_BYTES + 4 * lane))
     seen_by = position[first_row // group : (first_row + rows - 1) // group + 1]
     first_position, last_position = seen_by.min(), seen_by.max()
+    first_segment, last_segment = integers(segments + 64 * job[2], 8), integers(segments + 64 * (job[3] - 1), 8)
+    end = min(last_position + 1, last_segment[6] + last_segment[7])
+    end = end if is_whole else min(end, job[5])
+    all_see_to, all_see_from = first_position + 1, _oldest(last_position, window, is_chunked)
     adds = 1 if follows else 0  # what the memory holds before the first block is no number
-    for number in range(job[2], job[3]):
-        keys, values, key_row, value_row, key_head, value_head, length, start = operands(segments + 64 * number - 16, 8)
-        keys += head * key_head
-        values += head * value_head
-        for lane in range(lanes):
-            at = position[(first_row + min(lane, rows - 1)) // group] - start
-            tile[_LOW, lane] = max(0, _oldest(at + start, window, is_chunked) - start)
-            tile[_HIGH, lane], tile[_DISTANCE, lane] = min(length, at + 1), -at
-        end = min(length, last_position + 1 - start)
-        all_see_to = min(length, first_position + 1 - start)
-        all_see_from = max(0, _oldest(last_position, window, is_chunked) - start)
-        # From a whole block on, so that a query's sums do not depend on the others of its tile.
-        begin = max(0, _oldest(first_position, window, is_chunked) - start) // BLOCK_KEYS * BLOCK_KEYS
-        for key in range(begin, end, BLOCK_KEYS):
-            count = min(BLOCK_KEYS, end - key)
-            converted = numba.carray(pointer(wide), (count, size), np.float32)
-            block, row_bytes = _as_float32(kind, keys + key * key_row, key_row, converted)
-            at = 0
-            while at < count:
-                step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
-                target = scores + at * _ROW_BYTES
-                _step((step, vectors, block + at * row_bytes, row_bytes, 4, queries, size, target, 0))
-                at += step
-            if bends:
-                _bend(tile, lanes, count, key, cap)
-            is_masked = key < all_see_from or key + count > all_see_to
-            _soften((vectors, count, key if is_masked else -1, scratch, outputs, size if adds else 0))
-            block, row_bytes = _as_float32(kind, values + key * value_row, value_row, converted)
-            at = 0
-            while at < size:
-                step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
-                _step((step, vectors, block + 4 * at, 4, row_bytes, scores, count, outputs + at * _ROW_BYTES, adds))
-                at += step
-            adds = 1
+    # Blocks lie at multiples of their size, so a query's sums depend neither on segments nor on others of its tile.
+    oldest = max(begin, first_segment[7], _oldest(first_position, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS)
+    for block in range(oldest // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
+        block_begin, block_end = max(block, first_segment[7]), min(block + BLOCK_KEYS, end)
+        for is_value in range(2):  # scores of all pieces, their weights, and the values of all pieces
+            for number in range(job[2], job[3]):
+                segment = integers(segments + 64 * number, 8)
+                start, row_bytes = segment[7], segment[2 + is_value]
+                key, end_key = max(start, block_begin), min(start + segment[6], block_end)
+                count, of_block = end_key - key, scores + (key - block_begin) * _ROW_BYTES
+                if count <= 0:
+                    continue
+                piece = segment[is_value] + head * segment[4 + is_value] + (key - start) * row_bytes
+                converted = numba.carray(pointer(wide), (count, size), np.float32)
+                piece, row_bytes = _as_float32(kind, piece, row_bytes, converted)
+                if is_value:
+                    _add_values(piece, row_bytes, of_block, count, outputs, size, vectors, adds)
+                    adds = 1
+                else:
+                    _score_keys(piece, row_bytes, queries, size, of_block, count, vectors)
+            if not is_value:
+                count = block_end - block_begin
+                if bends:
+                    _bend(tile, lanes, count, block_begin, cap)
+                is_masked = block_begin < all_see_from or block_end > all_see_to
+                _soften((vectors, count, block_begin if is_masked else -1, scratch, outputs, size if adds else 0))
     if not adds:  # no key is seen
         tile[_QUERIES + size :] = 0
     for lane in range(lanes):
         row = first_row + min(lane, rows - 1)
         row_token, row_head, total = token + row // group, head * group + row % group, tile[_SUM, lane]
         addresses[lane] = out + row_token * out_row + row_head * out_head
-        tile[_SUM, lane] = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+        statistic, weight = row_token * lse_row + 4 * row_head, tile[_MAXIMUM, lane]
+        if is_whole:
+            weight = np.float32(math.log(total)) + weight if total > 0 else np.float32(-np.inf)
+            tile[_SUM, lane] = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+        else:
+            floats(sums + statistic, 1)[0] = total
+            tile[_SUM, lane] = 1
+        floats(lse + statistic, 1)[0] = weight
         result = floats(addresses[lane], size)
         for element in range(turned, size):
             result[element] = tile[_QUERIES + size + element, lane] * tile[_SUM, lane]
-        weight = np.float32(math.log(total)) + tile[_MAXIMUM, lane] if total > 0 else np.float32(-np.inf)
-        floats(lse + row_token * lse_row + 4 * row_head, 1)[0] = weight
     for lane in range(0, lanes, LANES):
         at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
         for element in range(0, turned, LANES):
@@ -342,22 +369,24 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
 
 @Loop
 def attend(address: Any) -> None:
-    """Attention of tokens to the segments of keys that each sees, up to its own position.
+    """Attention of tokens to the segments of keys that each sees, up to its position.
 
     Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
-    log-sum-exps, bytes of their rows, key heads, query heads of one, elements of a head, window (0: none), address of
-    scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether positions are divided
-    into chunks of the window, the kind of keys' and values' elements, whether jobs may follow, scratch memory, its
-    bytes for a thread.
-    A job has 5 integers: first token, tokens, its first segment, the one behind its last, and whether it follows on
-    what `out` and the log-sum-exps have for its tokens.
+    log-sum-exps, the sums, bytes of the rows of both, key heads, query heads of one, elements of a head, window (0:
+    none), address of scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether
+    positions are divided into chunks of the window, the kind of keys' and values' elements, scratch memory, its bytes
+    for a thread.
+    A job has 6 integers: first token, tokens, its first segment, the one behind its last, the first key position that
+    it takes, and the one behind the last (0: all). The next job of its tokens, which begins where it ends, goes on from
+    what it leaves: `out` before the division, and maxima and sums in place of the log-sum-exps.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
+    Each of a job begins where the one before it ends.
     """
     part, parts = part_of_thread(address)
     given = operands(address, 23)
-    jobs, group, number = integers(given[0], 5 * given[1]).reshape((given[1], 5)), given[12], 0
+    jobs, group, number = integers(given[0], 6 * given[1]).reshape((given[1], 6)), given[13], 0
     for index in range(len(jobs)):
-        for head in range(given[11]):
+        for head in range(given[12]):
             for first_row in range(0, jobs[index, 1] * group, TILE_QUERIES):
                 if number % parts == part:
                     _attend_tile(given, given[21] + part * given[22], jobs[index], head, first_row)

@@ -59,7 +59,8 @@ def assert_same(found, expected, tolerance=TOLERANCE):
 def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak would be."""
     table, rows, *_ = segments
-    if not table.is_prompt.any() and len(rows) == len(q):
-        rows[:, 6] = rows[:, 6].max()
-        table = replace(table, positions=rows[:, 7] + rows[:, 6] - 1)
+    last = rows[table.jobs[:, 3] - 1]  # of each job, its sequence's cache
+    if table.kinds.max() == 2:
+        rows[table.jobs[:, 3] - 1, 6] = last[:, 6].max()
+        table = replace(table, positions=last[:, 7] + last[:, 6].max() - 1)
     return attend_segments(q, segments._replace(table=table, rows=rows), *rest)

@@ -14,7 +14,15 @@ from torch import Tensor
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import attention
-from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
+from flexgen_helm.kernels.attention import (
+    BLOCK_KEYS,
+    Begun,
+    SegmentTable,
+    TokenGroup,
+    attend_segments,
+    can_attend,
+    can_attend_caches,
+)
 from flexgen_helm.models.config import Window
 from tests.helpers.attention_formula import attention as attention_formula
 from tests.helpers.tiny_models import VOCABULARY
@@ -72,7 +80,7 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
         shared = [] if not lengths else [0, *draw.sample(range(1, len(lengths)), k=min(1, len(lengths) - 1))]
         shared = shared[: draw.randrange(len(shared) + 1)]
         is_prompt = not shared or draw.random() < 0.7
-        groups.append(TokenGroup(first, count, shared, is_prompt))
+        groups.append(TokenGroup(first, count, shared, is_prompt=is_prompt))
         end = sum(lengths[number] for number in shared)
         # Tokens that decode are at any positions behind what they share.
         positions += range(end, end + count) if is_prompt else [end + draw.randrange(90) for _ in range(count)]
@@ -98,7 +106,7 @@ def test_scores_beyond_what_an_exponential_holds():
     """Differences of thousands between scores; equal scores; a first key that outweighs all later blocks."""
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
-    table = SegmentTable.of([TokenGroup(0, 200, ())], range(200), [])
+    table = SegmentTable.of([TokenGroup(0, 200, is_prompt=True)], range(200))
     out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
@@ -114,8 +122,8 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt():
     """A number that is none must reach the scores of its own prompt, which are then refused, and no others."""
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
     k[12] = math.nan
-    prompts = [TokenGroup(first, 10, ()) for first in (0, 10, 20)]
-    table = SegmentTable.of(prompts, [*range(10)] * 3, [])
+    prompts = [TokenGroup(first, 10, is_prompt=True) for first in (0, 10, 20)]
+    table = SegmentTable.of(prompts, [*range(10)] * 3)
     out, _ = attend_segments(q, table.at([], (k, v)), 0.25)
     assert out[:12].isfinite().all() and out[20:].isfinite().all()
     assert out[12:20].isnan().all()
@@ -123,7 +131,9 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt():
 
 def test_the_same_bits_on_any_number_of_threads():
     q, k, v = (torch.randn(500, heads, 64) for heads in (6, 2, 2))
-    table = SegmentTable.of([TokenGroup(0, 300, ()), TokenGroup(300, 200, ())], [*range(300), *range(200)], [])
+    table = SegmentTable.of(
+        [TokenGroup(0, 300, is_prompt=True), TokenGroup(300, 200, is_prompt=True)], [*range(300), *range(200)]
+    )
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -138,7 +148,7 @@ def test_the_same_bits_whoever_decodes_beside_it():
     q = torch.randn(5, 6, 64)
 
     def attended(*tokens: int) -> tuple[Tensor, Tensor]:
-        group = TokenGroup(0, len(tokens), (0,), is_prompt=False)
+        group = TokenGroup(0, len(tokens), (0,))
         table = SegmentTable.of([group], [positions[token] for token in tokens], [(300, 0)])
         return attend_segments(q[[*tokens]], table.at([pair]), 0.125, (210, False))
 
@@ -170,14 +180,21 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     way = None if window is None else (window.tokens, window.is_chunked), softcap, slopes
     torch.set_num_threads(threads)
-    groups = [TokenGroup(token, 1, (0,), False) for token in range(count) if follows[token]]
-    shared = SegmentTable.of(groups, positions, [(prefix, 0)])
-    found = attend_segments(q, shared.at([pair]), dim**-0.5, *way) if groups else None
-    caches = SegmentTable.of_caches(positions, starts, follows).at_caches(k, v)
-    out, lse = attend_segments(q, caches, dim**-0.5, *way, found)
+    pair = tuple(x.to(dtype) for x in pair)
+    begun, given = Begun(*(torch.full((count, heads, *size), math.nan) for size in ((dim,), (), ()))), (dim**-0.5, *way)
+    whole = prefix // BLOCK_KEYS * BLOCK_KEYS
+    if whole and any(follows):
+        groups = [TokenGroup(token, 1, (0,), end=whole) for token in range(count) if follows[token]]
+        attend_segments(q, SegmentTable.of(groups, positions, [(prefix, 0)]).at([pair]), *given, begun)
+    groups = [
+        TokenGroup(slot, 1, (0,) if goes_on else (), (slot, start), begin=whole * goes_on)
+        for slot, (start, goes_on) in enumerate(zip(starts, follows))
+    ]
+    segments = SegmentTable.of(groups, positions, [(prefix, 0)]).at([pair], caches=(k, v))
+    out, lse = attend_segments(q, segments, *given, begun)
     for slot, (last, goes_on) in enumerate(zip(lasts, follows)):
         keys, values = (
-            torch.cat([*([first] if goes_on else []), x[slot, :, : last + 1].float()], 1).transpose(0, 1)
+            torch.cat([*([first] if goes_on else []), x[slot, :, : last + 1]], 1).float().transpose(0, 1)
             for first, x in zip(pair, (k, v))
         )
         at = torch.tensor(positions[slot : slot + 1])
@@ -190,14 +207,49 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
     q, (k, v) = torch.randn(4, 6, 64), torch.randn(2, 4, 2, 701, 64)
 
     def attended(*rows: int) -> tuple[Tensor, Tensor]:
-        table = SegmentTable.of_caches([lasts[row] for row in rows], [0] * len(rows), [False] * len(rows))
-        return attend_segments(q[[*rows]], table.at_caches(k[[*rows]], v[[*rows]]), 0.125)
+        groups = [TokenGroup(slot, 1, cache=(slot, 0)) for slot in range(len(rows))]
+        table = SegmentTable.of(groups, [lasts[row] for row in rows])
+        return attend_segments(q[[*rows]], table.at(caches=(k[[*rows]], v[[*rows]])), 0.125)
 
     alone = [attended(row) for row in range(4)]
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         for row, one in enumerate(alone):
             assert all(torch.equal(whole[row], part[0]) for whole, part in zip(attended(*range(4)), one))
+
+
+@settings(deadline=None, max_examples=40)
+@given(**DRAWN)
+def test_the_same_bits_wherever_segments_end(seed, key_heads, group, dim, window, softcap, has_slopes, threads):
+    """A prompt in one piece, behind any shared prefixes, and its last token as one that decodes."""
+    draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    total, heads = draw.randrange(2, 400), key_heads * group
+    q, k, v = (torch.randn(total, n, dim, generator=numbers) for n in (heads, key_heads, key_heads))
+    slopes = torch.rand(heads, generator=numbers) if has_slopes else None
+    way = dim**-0.5, None if window is None else (window.tokens, window.is_chunked), softcap, slopes
+    torch.set_num_threads(threads)
+    table = SegmentTable.of([TokenGroup(0, total, is_prompt=True)], range(total))
+    whole = attend_segments(q, table.at(batch=(k, v)), *way)
+    ends = sorted(draw.sample(range(total), k=min(total - 1, draw.randrange(4))) + [0])
+    shared, pairs = [], []
+    for start, end in zip(ends, ends[1:]):
+        shared.append((end - start, start))
+        pairs.append(tuple(x[start:end].transpose(0, 1) for x in (k, v)))
+    last = ends[-1]
+    table = SegmentTable.of(
+        [TokenGroup(0, total - last, range(len(pairs)), is_prompt=True)], range(last, total), shared
+    )
+    behind = attend_segments(q[last:], table.at(pairs, (k[last:], v[last:])), *way)
+    assert all(torch.equal(x[last:], y) for x, y in zip(whole, behind))
+    begin, begun = last // BLOCK_KEYS * BLOCK_KEYS, Begun.empty(q[-1:])
+    if begin:
+        table = SegmentTable.of([TokenGroup(0, 1, range(len(pairs)), end=begin)], [total - 1], shared)
+        attend_segments(q[-1:], table.at(pairs), *way, begun)
+    groups = [TokenGroup(0, 1, range(len(pairs)), (0, last), begin=begin)]
+    caches = tuple(x[last:].transpose(0, 1)[None] for x in (k, v))
+    table = SegmentTable.of(groups, [total - 1], shared)
+    decoded = attend_segments(q[-1:], table.at(pairs, caches=caches), *way, begun)
+    assert all(torch.equal(x[-1:], y) for x, y in zip(whole, decoded))
 
 
 def test_what_it_does_not_take():
@@ -249,7 +301,7 @@ def test_an_engine_answers_the_same_without_it(tiny, monkeypatch, family):
         monkeypatch.setattr(attention_metadata, "attend_segments", counted)
         fused = engine.run(asked)
         assert calls
-        monkeypatch.setattr(attention_metadata, "can_attend", lambda *given: False)
+        monkeypatch.setattr(attention_metadata, "can_attend_caches", lambda *given: False)
         one_by_one = engine.run(asked)
     for a, b in zip(fused, one_by_one):
         assert a.completions[0].token_ids == b.completions[0].token_ids
