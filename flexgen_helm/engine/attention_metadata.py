@@ -302,7 +302,8 @@ class LayerAttention(Attend):
             k, v = k.clone(), v.clone()
         out, lse = self.metadata.attend(self if config is None else replace(self, config=config), q, k, v)
         if sinks is not None:  # [Hq], logits that take a share of each head's softmax and have no value
-            out = out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
+            share = (torch.exp(sinks - lse) + 1).reciprocal()  # PyTorch's sigmoid follows an element's place in memory
+            out = out * share.to(out.dtype)[..., None]
         return out
 
     def state_groups(self) -> Iterator[StateGroup]:

@@ -95,7 +95,7 @@ def _times_sigmoid(x: Any, z: Any) -> Any:
 
 @Loop
 def combine_rows(address: Any) -> None:
-    """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps, their elements.
+    """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps (no y, 0: it is 1), their elements.
 
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
@@ -103,14 +103,14 @@ def combine_rows(address: Any) -> None:
     kind, target, source, elements = operands(address, 4)
     first = elements * part // parts
     count = elements * (part + 1) // parts - first
-    x, y = floats(target + 4 * first, count), floats(source + 4 * first, count)
+    x, y = floats(target + 4 * first, count), floats((source if source else target) + 4 * first, count)
     if kind == SILU:
         for i in range(count):
-            x[i] = _times_sigmoid(x[i], x[i]) * y[i]
+            x[i] = _times_sigmoid(x[i], x[i]) * (y[i] if source else _ONE)
     elif kind == GELU_TANH:
         for i in range(count):
             cube = x[i] * x[i] * x[i] * np.float32(0.044715)
-            x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * y[i]
+            x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * (y[i] if source else _ONE)
     else:
         for i in range(count):
             x[i] += y[i]

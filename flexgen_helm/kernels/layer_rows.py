@@ -68,8 +68,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def gate(activation: str, x: Tensor, up: Tensor) -> Tensor | None:
-    """activation(x) times up, both [T, N] -> x, overwritten; None for what no loop computes."""
+def gate(activation: str, x: Tensor, up: Tensor | None = None) -> Tensor | None:
+    """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop computes."""
     is_known = activation in ("silu", "gelu_tanh")
     return x if is_known and _combine(activation, x, up) else None
 
@@ -79,12 +79,12 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return x if _combine("add", x, y) else x.add_(y)
 
 
-def _combine(kind: str, x: Tensor, y: Tensor) -> bool:
+def _combine(kind: str, x: Tensor, y: Tensor | None) -> bool:
     """Overwrite x in a loop, if it suits; kind: a constant's name of `layer_loop`, in small letters."""
-    suits = _is_float(x) and _is_float(y) and x.shape == y.shape and x.is_contiguous() and y.is_contiguous()
+    suits = all(_is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, y) if z is not None)
     if not suits or (module := loops()) is None:
         return False
-    arguments = [getattr(module, kind.upper()), x.data_ptr(), y.data_ptr(), x.numel()]
+    arguments = [getattr(module, kind.upper()), x.data_ptr(), 0 if y is None else y.data_ptr(), x.numel()]
     run_on_threads(module.combine_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
     return True
 
@@ -148,6 +148,7 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     yield partial(rotate, x.view(3, 1, width), *normal(2, 3, 1, width - 4))
     yield lambda: _gated("silu", 12 * x, up)
     yield lambda: _gated("gelu_tanh", 12 * x, up)
+    yield lambda: _gated("gelu_tanh", 12 * x, None)
     yield lambda: add(x.clone(), up)
     yield lambda: add_bias(x.clone(), weight)
     slots, units = torch.tensor([[2, 0], [3, 1]], device="cpu")
@@ -155,10 +156,10 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     yield lambda: put_rows(target.clone().transpose(1, 2), slots, units, rows)
 
 
-def _gated(activation: str, x: Tensor, up: Tensor) -> Tensor:
+def _gated(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
     formula = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
     y = gate(activation, x, up)
-    return formula * up if y is None else y
+    return y if y is not None else formula if up is None else formula * up
 
 
 loops = Loops("norms, rotations and gates", "flexgen_helm.kernels.layer_loop", _examples)

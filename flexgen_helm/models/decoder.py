@@ -224,7 +224,9 @@ class Decoder:
             inner = layer_rows.gate(self.config.activation, gate, up)
             inner = self._activation(gate).mul_(up) if inner is None else inner
         else:
-            inner = self._activation(weights.linear(f"{name}.up", x))
+            up = weights.linear(f"{name}.up", x)
+            inner = layer_rows.gate(self.config.activation, up)
+            inner = self._activation(up) if inner is None else inner
         return weights.linear(f"{name}.down", inner)
 
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
