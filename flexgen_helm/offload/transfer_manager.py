@@ -211,7 +211,8 @@ class CudaCopyEngine(CopyEngine):
 
     def _copy(self, source: Tensor, target: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream()):
-            target.copy_(source, non_blocking=True)
+            for piece, arrived in _pieces(source, target):  # what the host attended to waits for a piece, not for all
+                arrived.copy_(piece, non_blocking=True)
         self._wait()
         return target
 

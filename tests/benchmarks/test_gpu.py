@@ -88,6 +88,15 @@ def test_the_hook_fails_what_imports_more(gpu_machine):
         assert done.returncode == bool(absent) and (absent is None or f"No module named '{absent}'" in done.stderr)
 
 
+def test_test_processes_do_not_try_a_device_again(gpu_machine, tmp_path):
+    """On a GPU there are 15 of them, and each trial takes as long as its tests."""
+    (tmp_path / "devices.json").write_text('{"a GPU": {}}')
+    environment = {**gpu_machine, "PYTHONPATH": str(ROOT), "FLEXGEN_HELM_HOME": str(tmp_path)}
+    code = "import tests.conftest; from flexgen_helm.checkpoint.paths import *; print(read_state('devices.json'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "{'a GPU': {}}\n", done.stderr
+
+
 def test_a_step_is_killed_with_its_children(tmp_path):
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexgen_helm import MemoryLimits, Policy
-from flexgen_helm.engine.attention_metadata import DecodeAttention
 from flexgen_helm.engine.executor import Executor
+from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload.prefetcher import WeightPrefetcher
 from tests.cuda.clock import Clock
 from tests.cuda.device import cuda_in_host_memory
@@ -46,14 +46,15 @@ def passes(folder, policy, clock, host_s):
         honest(self, *arguments, **named)
 
     with cuda_in_host_memory(clock=clock) as device, pytest.MonkeyPatch.context() as patch:
-        attend = DecodeAttention.attend
+        copy = KVCache.copy_to_host
 
-        def timed(self, *arguments, **named):
-            if self.on_host:
+        def attended(self, kind, *tensors):
+            on_host = copy(self, kind, *tensors)
+            if kind == "activations":  # queries: the host can begin
                 clock.host(host_s)
-            return attend(self, *arguments, **named)
+            return on_host
 
-        patch.setattr(DecodeAttention, "attend", timed)
+        patch.setattr(KVCache, "copy_to_host", attended)
         patch.setattr(Executor, "run", run_pass)
         for name in ("_MAX_UNIT_BYTES", "_MIN_UNIT_BYTES"):
             patch.setattr(f"flexgen_helm.offload.weights.{name}", UNIT_BYTES)
