@@ -24,6 +24,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import Routing
+from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
@@ -161,7 +162,8 @@ class TransformersDecoder:
                 tensor = weights.vector(entry.name)
                 assert tensor is not None, entry.name
                 entry.tensors[entry.leaf] = tensor.view(entry.zeros.shape)
-            yield
+            with BatchInvariant():
+                yield
         finally:
             self._weights = None
             for entry in found:
