@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -32,10 +33,21 @@ STATES = {
     "float64": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "bfloat16": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
     "medium": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "mkldnn alone": lambda: setting(
+        lambda: "none", partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16"
+    ),
     "meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
 }
+
+
+def process_state():
+    try:
+        level = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it is not that of all libraries
+        level = "mixed"
+    return torch.get_default_dtype(), level, torch.backends.mkldnn.matmul.fp32_precision, torch.get_default_device()
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -43,10 +55,10 @@ def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
     """Opened and run inside, and run outside what was opened inside; the program's setting is as it was."""
     model = tiny("llama")
     with STATES[state]():
-        before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device()
+        before = process_state()
         engine = Engine.from_pretrained(model.path)
         inside = engine.run([REQUEST])[0]
-        assert before == (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device())
+        assert before == process_state()
     with engine:
         outside = engine.run([REQUEST])[0]
     for result in (inside, outside):
