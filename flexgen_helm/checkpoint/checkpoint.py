@@ -217,7 +217,7 @@ class DummyCheckpoint(Checkpoint):
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         for start in range(0, total, TILE_ELEMENTS):
-            tile = torch.empty(min(TILE_ELEMENTS, total - start))
+            tile = torch.empty(min(TILE_ELEMENTS, total - start), dtype=torch.float32)
             yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
 
     def _distribution(self, name: str) -> tuple[float, float]:

@@ -14,6 +14,8 @@ import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest
 from flexgen_helm.hardware.process_state import exact_products
+from flexgen_helm.models.decoder import alibi_slopes, inverse_frequencies
+from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.parity import assert_equals_reference
 
 REQUEST = GenerationRequest(prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True)
@@ -64,6 +66,18 @@ def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
     for result in (inside, outside):
         assert result.error is None
         assert_equals_reference(model, REQUEST.prompt_token_ids, REQUEST, result)
+
+
+def test_tables_do_not_follow_a_default_dtype_that_another_thread_sets():
+    rope = RopeConfig(10000.0, "factors", factors=(1.1, 2.3))
+
+    def tables():
+        return [alibi_slopes(12), inverse_frequencies(rope, 4)]
+
+    expected = tables()
+    with STATES["bfloat16"]():
+        found = tables()
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected, strict=True))
 
 
 def test_engines_in_threads_of_their_own_keep_products_exact_until_the_last_one_ends():
