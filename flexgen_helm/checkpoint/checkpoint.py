@@ -43,6 +43,7 @@ class Checkpoint(ABC):
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
     folder: of the model; None without one that has a `config.json`.
+    ignored_settings: of sampling, that a GGUF file has or a `generation_config.json` beside it; they change nothing.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
         `open_checkpoint`.
     config_content: of `config.json`; None where there is none (GGUF files, dummy weights).
@@ -54,6 +55,7 @@ class Checkpoint(ABC):
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
     folder: Path | None = None
+    ignored_settings: Mapping[str, Any] = MappingProxyType({})
     origin: str = ""
     as_float16: bool = False
 
@@ -215,7 +217,7 @@ class DummyCheckpoint(Checkpoint):
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         for start in range(0, total, TILE_ELEMENTS):
-            tile = torch.empty(min(TILE_ELEMENTS, total - start))
+            tile = torch.empty(min(TILE_ELEMENTS, total - start), dtype=torch.float32)
             yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
 
     def _distribution(self, name: str) -> tuple[float, float]:

@@ -14,7 +14,8 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
-from flexgen_helm.checkpoint.folder import gguf_parts, model_config_from
+from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
+from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, joined, match_tensors
@@ -33,6 +34,8 @@ _SHORT_FACTORS = "rope_factors_short.weight"
 _ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT_FACTORS,)}
 # Stored beside them, for texts beyond the original context, which are refused.
 _LONG_FACTORS = "rope_factors_long.weight"
+_SAMPLING = "general.sampling."
+_OF_REQUESTS = (f"{_SAMPLING}temp", f"{_SAMPLING}top_p")
 
 
 class GgufCheckpoint(Checkpoint):
@@ -55,6 +58,13 @@ class GgufCheckpoint(Checkpoint):
         }
         read = architecture.read_gguf or architecture.read_config
         self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
+        self.ignored_settings = {
+            name: value
+            for name, value in header.metadata.items()
+            if name.startswith(_SAMPLING) and name not in _OF_REQUESTS
+        }
+        if (path.parent / GENERATION_CONFIG).is_file():
+            self.ignored_settings |= read_generation_settings(path.parent, "ignore").ignored
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         logical = {name: _logical_tensor(tensor, tensors.get(_scale_of(name))) for name, tensor in tensors.items()}
         self._tensors = match_tensors(self.config, architecture.gguf_tensors, logical, path)

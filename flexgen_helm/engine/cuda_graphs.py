@@ -64,7 +64,7 @@ class LayerGraphs:
             self._hidden = torch.zeros((max_rows, config.hidden_size), dtype=dtype, device=device)
             self._qkv = torch.zeros((max_rows, heads, dim), dtype=dtype, device=device)
             self._attended = torch.zeros((max_rows, config.num_heads, dim), dtype=dtype, device=device)
-            self._sums = torch.zeros((config.num_layers, max_rows), device=device)
+            self._sums = torch.zeros((config.num_layers, max_rows), dtype=torch.float32, device=device)
         except BaseException:
             self.close()
             raise

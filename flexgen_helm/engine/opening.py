@@ -84,6 +84,9 @@ def open_model(
     if tokenizer is None and options.apply_chat_template is True:
         raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
+    if ignored := checkpoint.ignored_settings:
+        generation = replace(generation, ignored=ignored)
+        report(Message(f"settings of {name} that change nothing here, as in llama.cpp's library: {', '.join(ignored)}"))
     chat = None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
     why_not_float16 = read_as_float16_if_faster(device, checkpoint)
     return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16, generation)

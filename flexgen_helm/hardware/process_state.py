@@ -25,6 +25,9 @@ from flexgen_helm.progress import Message, report
 _lock = threading.Lock()
 _num_computing = 0
 _settings_before: tuple[Any, ...] = ()
+# What `set_float32_matmul_precision` makes of a level, for cuda and mkldnn.
+_LEVELS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
+_EXACT = {"none", "ieee"}
 
 
 @contextmanager
@@ -34,24 +37,28 @@ def _exact_process() -> Iterator[None]:
 
     global _num_computing, _settings_before
     with _lock:
-        dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        # The level itself cannot be read where a program has set the precision of one of them.
+        products = [library.matmul for library in (torch.backends.cuda, torch.backends.mkldnn)]
+        dtype, precisions = torch.get_default_dtype(), tuple(library.fp32_precision for library in products)
         if not _num_computing:
-            _settings_before = dtype, precision
+            _settings_before = dtype, precisions
         _num_computing += 1
         if dtype != torch.float32:  # not always: another thread may set it for a model that it loads
             torch.set_default_dtype(torch.float32)
-        if precision != "highest":
-            torch.set_float32_matmul_precision("highest")  # of accelerators, too
+        if not _EXACT.issuperset(precisions):
+            torch.set_float32_matmul_precision("highest")  # of both, and the level
     try:
         yield
     finally:
         with _lock:
             _num_computing -= 1
-            dtype, precision = _settings_before
+            dtype, precisions = _settings_before
             if not _num_computing and dtype != torch.float32:
                 torch.set_default_dtype(dtype)
-            if not _num_computing and precision != "highest":
-                torch.set_float32_matmul_precision(precision)
+            if not _num_computing and not _EXACT.issuperset(precisions):
+                torch.set_float32_matmul_precision(_LEVELS.get(precisions, "highest"))
+                for library, precision in zip(products, precisions):
+                    library.fp32_precision = precision
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     dim = rope.dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     if rope.kind == "factors":  # LongRoPE (Ding et al., 2024)
-        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
         return frequencies
@@ -307,4 +307,4 @@ def alibi_slopes(heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=torch.float32)

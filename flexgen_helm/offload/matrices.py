@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import cached_property
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
@@ -30,6 +31,7 @@ from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredRange
 from flexgen_helm.config import WeightSource
+from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.models.config import expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
@@ -37,6 +39,7 @@ from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS, StorageSizes
+from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
@@ -347,10 +350,24 @@ class MatrixLoader:
         yield from tiles
 
     def _read_packed(self, name: str) -> Tensor:
-        """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
-        file, offset = self._file(name)
-        with closing(file):
-            return file.read_tensor(offset, *self._storage(name))
+        """Read a packed matrix [stripes, bytes] from its weight file into new host memory, or pack it there."""
+        if self._has_directory:
+            file, offset = self._file(name)
+            with closing(file):
+                return file.read_tensor(offset, *self._storage(name))
+        packed = torch.empty(self._storage(name)[0], dtype=torch.uint8)
+        _copy_tiles((tile.flatten() for tile in self._read("convert", self._tiles(name))), packed)
+        return packed
+
+    @cached_property
+    def _has_directory(self) -> bool:
+        """Whether weight files can be kept, which a read-only file system forbids."""
+        try:
+            self._tiers.directory()
+        except OffloadError as error:
+            report(Message(f"packed weights are not kept, and packed again by the next run: {error}"))
+            return False
+        return True
 
 
 def _copy_tiles(

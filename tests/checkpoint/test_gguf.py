@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen_helm import cli
+from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize
@@ -27,6 +27,7 @@ from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.models.decoder import inverse_frequencies
+from flexgen_helm.progress import Event, Message, observed_by
 from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, finish, write_gguf
 from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, llama_config, save_random
 
@@ -237,6 +238,23 @@ def test_a_part_that_has_no_number_is_refused(llama, tmp_path, name):
     write_gguf(tmp_path / "m.gguf", "llama", {name: "0"}, [])
     with pytest.raises(CheckpointError, match="is damaged: it is part"):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
+    """What `llama-server` and transformers would take of the file and of its folder, but for what requests say."""
+    keys, tensors = contents(llama, "llama")
+    keys |= {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)]}
+    keys |= {"general.sampling.temp": 0.6, "general.sampling.penalty_repeat": 1.5}
+    path = write_gguf(tmp_path / "m.gguf", "llama", keys, [(name, x, Kind.F32) for name, x in tensors.items()])
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "repetition_penalty": 1.5}')
+    events: list[Event] = []
+    with observed_by(events.append), Engine.from_pretrained(path, device="cpu") as engine:
+        engine.run([GenerationRequest(prompt_token_ids=[5], max_tokens=1)])
+        assert engine.last_run["generation_config"] == {
+            "applied": {}, "ignored": {"general.sampling.penalty_repeat": 1.5, "repetition_penalty": 1.5}
+        }  # fmt: skip
+    (text,) = [event.text for event in events if isinstance(event, Message) and "change nothing" in event.text]
+    assert text.endswith(": general.sampling.penalty_repeat, repetition_penalty")
 
 
 def test_unknown_architecture_and_foreign_files(llama, tmp_path):

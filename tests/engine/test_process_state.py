@@ -7,12 +7,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest
 from flexgen_helm.hardware.process_state import exact_products
+from flexgen_helm.models.decoder import alibi_slopes, inverse_frequencies
+from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.parity import assert_equals_reference
 
 REQUEST = GenerationRequest(prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True)
@@ -32,10 +35,21 @@ STATES = {
     "float64": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "bfloat16": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
     "medium": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "mkldnn alone": lambda: setting(
+        lambda: "none", partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16"
+    ),
     "meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
 }
+
+
+def process_state():
+    try:
+        level = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it is not that of all libraries
+        level = "mixed"
+    return torch.get_default_dtype(), level, torch.backends.mkldnn.matmul.fp32_precision, torch.get_default_device()
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -43,15 +57,27 @@ def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
     """Opened and run inside, and run outside what was opened inside; the program's setting is as it was."""
     model = tiny("llama")
     with STATES[state]():
-        before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device()
+        before = process_state()
         engine = Engine.from_pretrained(model.path)
         inside = engine.run([REQUEST])[0]
-        assert before == (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device())
+        assert before == process_state()
     with engine:
         outside = engine.run([REQUEST])[0]
     for result in (inside, outside):
         assert result.error is None
         assert_equals_reference(model, REQUEST.prompt_token_ids, REQUEST, result)
+
+
+def test_tables_do_not_follow_a_default_dtype_that_another_thread_sets():
+    rope = RopeConfig(10000.0, "factors", factors=(1.1, 2.3))
+
+    def tables():
+        return [alibi_slopes(12), inverse_frequencies(rope, 4)]
+
+    expected = tables()
+    with STATES["bfloat16"]():
+        found = tables()
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected, strict=True))
 
 
 def test_engines_in_threads_of_their_own_keep_products_exact_until_the_last_one_ends():

@@ -19,7 +19,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel, config_like_llama, save_random
 
 FAMILIES = "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "Gemma2Config"
-PROMPTS, NEW_TOKENS = 6, 6
+PROMPTS, NEW_TOKENS = 8, 8
 
 
 def drawn_config(seed: int):

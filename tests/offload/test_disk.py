@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -21,8 +22,10 @@ from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.progress import observed_by
 from tests.helpers.forks import python
 from tests.helpers.offload import tiers_of
+from tests.helpers.parity import assert_same
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import small_disk
 
@@ -179,6 +182,20 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match=r"file/below cannot be used \(Not a directory\); name another"):
         OffloadDirectory(tmp_path / "file" / "below")
+
+
+def test_packed_weights_that_cannot_be_kept_are_packed_in_memory(tiny, tmp_path, monkeypatch):
+    """A home on a read-only file system; here a file is in the way."""
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    request = GenerationRequest(prompt_token_ids=[5, 9, 7], max_tokens=2, echo_logprobs=True)
+    results, events = [], []
+    for _ in range(2):
+        with observed_by(events.append), Engine.from_pretrained(tiny("mixtral").path, precision="4bit") as engine:
+            results.append(engine.run([request])[0])
+        shutil.rmtree(tmp_path / "offload", ignore_errors=True)
+        (tmp_path / "offload").write_text("")
+    assert_same(results[:1], results[1:], 1e-6)
+    assert sum("packed again by the next run" in getattr(event, "text", "") for event in events) == 1
 
 
 # Weights files.
