@@ -279,6 +279,13 @@ class EngineConfig:
         ),
         parse=_flag,
     )
+    batch_invariant: bool = option(
+        False,
+        "Answers have the same bits whatever else is in the run, or the model is refused. Decoding takes longer on "
+        "AMX, and with weights in 4 or 8 bits.",
+        Flag("--batch-invariant"),
+        parse=_flag,
+    )
     generation_config: str = option(
         "auto",
         "Settings of the model's generation_config.json that change answers, such as repetition_penalty: auto "

@@ -7,8 +7,11 @@ changed value always does.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 
@@ -73,3 +76,13 @@ def text_of(value: object) -> str:
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
     raise TypeError(f"{type(value).__name__} has no text for digests")
+
+
+@cache
+def own_digest(package: str) -> str:
+    """Return the digest of the modules of one of our packages."""
+    folder = Path(__file__).parent / package
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()

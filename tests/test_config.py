@@ -20,13 +20,13 @@ KEYWORDS = {
     "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
     "cuda_graphs", "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
     "chat_template_kwargs",
-    "system_prompt", "thinking_budget", "unverified", "generation_config",
+    "system_prompt", "thinking_budget", "unverified", "batch_invariant", "generation_config",
 }  # fmt: skip
 FLAGS = {
     "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
     "--link", "--disk-rates", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs",
     "--dummy-weights", "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt",
-    "--thinking-budget", "--unverified", "--generation-config",
+    "--thinking-budget", "--unverified", "--batch-invariant", "--generation-config",
 }  # fmt: skip
 
 

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.paths import read_state, update_state
-from flexgen_helm.engine.proof import one_process_at_a_time, own_digest
+from flexgen_helm.engine.proof import one_process_at_a_time
 from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.hardware.process_state import FAST_PATHS, PLAIN, switch_off
+from flexgen_helm.identity import own_digest
 from flexgen_helm.progress import ProgressPhase, report
 
 DEVICES = "devices.json"
@@ -73,7 +74,7 @@ def _key(device: torch.device) -> str:
         driver.read_text(encoding="utf-8") if driver.is_file() else "",
         torch.__version__,
         triton,
-        *map(own_digest, ("engine", "kv_cache", "models", "offload", "quant")),
+        *map(own_digest, ("engine", "kernels", "kv_cache", "models", "offload", "quant")),
     )
     return "; ".join(part.partition("\n")[0] for part in parts)
 

@@ -33,7 +33,7 @@ from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
-from flexgen_helm.engine.proof import require_proof
+from flexgen_helm.engine.proof import require_batch_invariance, require_proof
 from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
@@ -157,6 +157,7 @@ class Engine:
             is_proved,
             dict(checkpoint.rounded),
             {"applied": generation.applied, "ignored": generation.ignored},
+            options.batch_invariant,
         )
         self._model = LoadedModel(
             self.config,
@@ -224,6 +225,8 @@ class Engine:
         model = open_model(name_or_path, config, name, pipeline.rank)
         is_tried = require_trial(model.device, config.unverified)
         is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified) if is_tried else False
+        if config.batch_invariant:
+            require_batch_invariance(model, cls)
         try:
             return cls(model, pipeline, is_proved)
         except Float16Error as error:  # found while the weights were read
@@ -417,7 +420,9 @@ class Engine:
     def _load_weights(self, checkpoint: Checkpoint) -> TieredWeights:
         """Load the weights into their tiers, which are closed after an error."""
         try:
-            return TieredWeights(checkpoint, self._tiers, self.placement, self._dtype, self._threads)
+            weights = TieredWeights(checkpoint, self._tiers, self.placement, self._dtype, self._threads)
+            weights.batch_invariant = self._options.batch_invariant
+            return weights
         except BaseException:
             self._tiers.close()
             raise

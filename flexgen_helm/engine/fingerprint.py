@@ -11,8 +11,8 @@ from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.hardware.process_state import rank_of_process, why_no_cuda
-from flexgen_helm.identity import text_of
+from flexgen_helm.hardware.process_state import processor_kind, rank_of_process, why_no_cuda
+from flexgen_helm.identity import own_digest, text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def _digest(
 ) -> str:
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
+    bits = (processor_kind(), own_digest("kernels"), own_digest("quant")) if options.batch_invariant else ()
     precision = options.chosen_precision.label
-    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified))
+    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified, *bits))
     # The dtype has no quotes, as torch prints it.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

@@ -36,7 +36,10 @@ from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, upd
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.pipeline import Pipeline
-from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
+from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
+from flexgen_helm.identity import own_digest
+from flexgen_helm.kernels.attention import can_attend_caches
+from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.planner.policy import Policy
@@ -75,23 +78,13 @@ class ProofKey:
     @property
     def digest(self) -> str:
         """A name for all that decides; our own modules and PyTorch included."""
-        parts = (self.class_name, self.code, self.kind, own_digest(), torch.__version__.partition("+")[0])
+        parts = (self.class_name, self.code, self.kind, own_digest("models"), torch.__version__.partition("+")[0])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
     """content: of `config.json`."""
     return ProofKey(config.class_name, config.values_digest, kind_text(content))
-
-
-@cache
-def own_digest(package: str = "models") -> str:
-    """Return the digest of the modules of one of our packages."""
-    folder = Path(__file__).parents[1] / package
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
 
 
 @cache
@@ -170,8 +163,43 @@ def _versions() -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in ("transformers", "torch")}
 
 
+def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
+    """Compute requests to a small model of the same kind alone and together, and compare bits.
+
+    Raises `UsageError` where they differ, or where it is known that bits follow the batch.
+    """
+    cache, checkpoint = model.precision.cache, model.checkpoint
+    why = ""
+    if model.device.type != "cpu" or model.is_simulated:
+        why = "products of a GPU follow the number of rows; take --device cpu"
+    elif cache is not None:
+        why = f"attention to the KV cache of {model.precision.name} follows the batch; take 4bit-weights, 8bit or fp16"
+    elif not can_attend_caches(model.device, torch.float32) or not multiplies_as_stored(torch.float16):
+        why = "compiled loops do not work here (flexgen-helm doctor says why), and PyTorch's sums follow the batch"
+    elif checkpoint.config_content is not None and not _is_proving.get():
+        report(ProgressPhase("prove", model.name))
+        with (
+            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0]) as (_, opened),
+            _opened(engine, opened) as small,
+        ):
+            asked = trial_requests(SEEDS[0])
+            together = [(result.prompt_logprobs, result.completions) for result in small.run(asked)]
+            alone = [small.run([request])[0] for request in asked]
+        if together != [(result.prompt_logprobs, result.completions) for result in alone]:
+            why = f"modules of transformers compute {checkpoint.config.class_name} over the whole batch"
+    if why:
+        raise UsageError(f"--batch-invariant does not hold for {model.name}: {why}")
+
+
 def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
-    """Return the largest difference of a log-probability of a small model, `engine` against `transformers`.
+    """Return the largest difference of a log-probability of a small model, `engine` against `transformers`."""
+    with _small_model(content, config, seed) as (model, opened):
+        return largest_difference(model, opened, trial_requests(seed), engine)
+
+
+@contextmanager
+def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> Iterator[tuple[Any, OpenedModel]]:
+    """Make a random small model of a kind: of transformers, and opened.
 
     Raises `FlexgenError` if no small model has every kind of layer.
     """
@@ -187,7 +215,8 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
                     opened = OpenedModel(
                         "", options, checkpoint, tokenizer=None, chat=None, device=torch.device("cpu"), link=None
                     )
-                    return largest_difference(model, opened, trial_requests(seed), engine)
+                    yield model, opened
+                    return
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
 
 
@@ -237,13 +266,8 @@ def largest_difference(
     model: Any, opened: OpenedModel, asked: Sequence[GenerationRequest], engine: type[Engine]
 ) -> float:
     """Return the largest difference of a log-probability between a model of transformers, and the same one opened."""
-    token = _is_proving.set(True)
-    try:
-        with silenced(), engine(opened, Pipeline()) as small:
-            small.share_every_beginning()
-            results = small.run(asked)
-    finally:
-        _is_proving.reset(token)
+    with _opened(engine, opened) as small:
+        results = small.run(asked)
     largest = 0.0
     for request, result in zip(asked, results):
         if result.error is not None:
@@ -261,6 +285,18 @@ def largest_difference(
         found = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
         largest = max(largest, *map(_largest, (found - expected, shortfall)))
     return largest
+
+
+@contextmanager
+def _opened(engine: type[Engine], opened: OpenedModel) -> Iterator[Engine]:
+    """Load a small model, whose requests share every beginning."""
+    token = _is_proving.set(True)
+    try:
+        with silenced(), engine(opened, Pipeline()) as small:
+            small.share_every_beginning()
+            yield small
+    finally:
+        _is_proving.reset(token)
 
 
 def _largest(differences: Tensor) -> float:

@@ -1,15 +1,17 @@
-"""What a process has one of, in four sections.
+"""What a process has one of, in five sections.
 
 PyTorch's settings: those that change products are fixed while an engine opens or runs.
 Rank: which process of a pipeline this is; read from the environment.
 Fast paths: those of the GPU that failed their trial here, and are left out from then on.
 CUDA: whether this machine can have a device, told without importing torch.
+Processor: what decides the bits of products on the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import threading
 from collections.abc import Iterator
@@ -173,3 +175,14 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the vendor of the host's processor and its extensions for vectors and matrices, as Linux names them."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        text = ""
+    vendor = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(.*)$", text, re.MULTILINE)
+    extensions = sorted(set(re.findall(r"\b(?:amx|avx|fma|f16c|asimd|sve)\w*", text)))
+    return " ".join((platform.machine(), vendor[1] if vendor else "unknown", *extensions))

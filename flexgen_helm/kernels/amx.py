@@ -18,6 +18,7 @@ from functools import cache, partial
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
@@ -35,21 +36,28 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 # rows, and weights in parts have to be divided first.
 _LEAST_ROWS, _WIDE = {torch.bfloat16: (3, 6), torch.float16: (6, 14), torch.float32: (16, 28)}, 2048
 
+_PANEL_OUTPUTS = 32
+
 _thread_local = threading.local()
 
 
-def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor | None:
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is no way.
 
     x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
+    batch_invariant: it takes few rows as well, and the few outputs that a part of a streamed matrix may have.
     """
-    products = amx_matmuls(x, [weight])
+    outputs = weight.shape[0]
+    if batch_invariant and outputs < _PANEL_OUTPUTS and has_amx():
+        weight = F.pad(weight, (0, 0, 0, _PANEL_OUTPUTS - outputs))
+    products = amx_matmuls(x, [weight], batch_invariant)
     if products is None:
         return None
-    return products[0] if bias is None else add_bias(products[0], bias)
+    y = products[0][:, :outputs].contiguous()
+    return y if bias is None else add_bias(y, bias)
 
 
-def amx_matmuls(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor] | None:
+def amx_matmuls(x: Tensor, weights: Sequence[Tensor], batch_invariant: bool = False) -> list[Tensor] | None:
     """x times each of some matrices of one dtype, as `amx_matmul`; x is divided once."""
     (count, width), dtype = x.shape, weights[0].dtype
     if x.dtype != torch.float32 or not count or not all(_takes(weight.dtype, *weight.shape) for weight in weights):
@@ -58,7 +66,8 @@ def amx_matmuls(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor] | None:
         return None
     if not all(weight.dtype == dtype and weight.shape[1] == width for weight in weights):
         return None
-    if count < _LEAST_ROWS[dtype][width >= _WIDE] or (module := _loops()) is None:
+    least_rows = 1 if batch_invariant else _LEAST_ROWS[dtype][width >= _WIDE]
+    if count < least_rows or (module := _loops()) is None:
         return None
     return _multiply(module, x, weights)
 
@@ -125,7 +134,7 @@ def _memory(num_bytes: int) -> int:
 
 
 def _takes(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= 32  # whole steps, and a panel (`amx_loop`)
+    return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= _PANEL_OUTPUTS  # whole steps (`amx_loop`)
 
 
 def _loops() -> ModuleType | None:

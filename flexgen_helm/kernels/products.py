@@ -25,21 +25,22 @@ _SQUARE = (_WEIGHT_SIZE, _WEIGHT_SIZE)
 _EMULATED_S = 0.05
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; on one device.
 
     weight: in the dtype of x, or in one that the host `multiplies_as_stored`.
+    batch_invariant: the matrix unit multiplies few rows too, so the order of sums does not depend on T.
     """
-    y = linear_as_stored(x, weight, bias)
+    y = linear_as_stored(x, weight, bias, batch_invariant)
     return F.linear(x, weight, bias) if y is None else y
 
 
-def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor | None:
     """x [T, in] in float32 times weight [out, in] as it rests on the host, transposed, plus bias [out] -> [T, out].
 
     None where PyTorch multiplies, in one dtype.
     """
-    y = amx_matmul(x, weight, bias)
+    y = amx_matmul(x, weight, bias, batch_invariant)
     return vector_matmul(x, weight, bias) if y is None else y
 
 

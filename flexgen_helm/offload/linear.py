@@ -23,19 +23,25 @@ _thread_local = threading.local()
 
 
 def tiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, fmt: GroupFormat | None = None, rows: int = 0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    fmt: GroupFormat | None = None,
+    rows: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiply x [T, in] by a stored weight transposed and add the bias [out] -> [T, out].
 
     weight: [out, in] in any dtype; with `fmt` the packed stripes [stripes, bytes] of `rows` rows.
+    batch_invariant: the order of sums does not depend on T.
     """
     if fmt is None:
         if weight.dtype == x.dtype:
-            return linear(x, weight, bias)
-        if (y := linear_as_stored(x, weight, bias)) is not None:
+            return linear(x, weight, bias, batch_invariant)
+        if (y := linear_as_stored(x, weight, bias, batch_invariant)) is not None:
             return y
         rows = weight.shape[0]
-    elif (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:
+    elif not batch_invariant and (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:
         return y
     width, stripe = x.shape[1], 1 if fmt is None else fmt.stripe_rows
     step = _tile_stripes(rows, width, stripe, x.device) * stripe
@@ -48,7 +54,7 @@ def tiled_linear(
                 tile.copy_(weight[first : first + count])
             else:
                 dequantize_into(weight[first // stripe : -(-(first + count) // stripe)], fmt, tile)
-            yield first, linear(x, tile, None if bias is None else bias[first : first + count])
+            yield first, linear(x, tile, None if bias is None else bias[first : first + count], batch_invariant)
 
     return joined(parts(), x, rows)
 

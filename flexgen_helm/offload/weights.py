@@ -94,6 +94,7 @@ class TieredWeights:
     tensors: by canonical name.
     dtype: the compute dtype.
     streamer: of offloaded experts; None if there are none.
+    batch_invariant: the order of a product's sums does not depend on the number of rows.
 
     While loading, one more tensor is in memory; weight files are written in tiles.
     """
@@ -114,6 +115,7 @@ class TieredWeights:
         Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
         """
         self._config, self._tiers, self.dtype = placement.model.config, tiers, dtype
+        self.batch_invariant = False
         self.tensors: dict[str, Weight] = {}
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
@@ -383,13 +385,13 @@ class _StageView(StageWeights):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
-        fmt, out_size = weight.fmt, weight.rows
+        fmt, out_size, invariant = weight.fmt, weight.rows, self._weights.batch_invariant
         if weight.resident is not None:
-            return tiled_linear(x, weight.resident, bias, fmt, out_size)
+            return tiled_linear(x, weight.resident, bias, fmt, out_size, invariant)
         if weight.expert is not None:
             assert self._weights.streamer is not None
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
-            return tiled_linear(x, matrix, bias, fmt, out_size)
+            return tiled_linear(x, matrix, bias, fmt, out_size, invariant)
         assert self._streamed_rows is not None
         units = self._streamed_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
@@ -398,14 +400,17 @@ class _StageView(StageWeights):
             for first_stripe, rows in units:
                 first = first_stripe * stripe_rows
                 count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
-                yield first, tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
+                part = None if bias is None else bias[first : first + count]
+                yield first, tiled_linear(x, rows, part, fmt, count, invariant)
 
         return joined(parts(), x, out_size)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
         resident = [weight.resident for weight in matrices if weight.resident is not None and weight.fmt is None]
-        products = amx_matmuls(x, resident) if len(resident) == len(names) else None
+        products = None
+        if len(resident) == len(names):
+            products = amx_matmuls(x, resident, self._weights.batch_invariant)
         if products is None:
             return super().linears(names, x)
         for name, y in zip(names, products):
