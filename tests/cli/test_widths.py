@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
+from typing import Any
+
 import pytest
+import typer
 
 from flexgen_helm import cli
+from flexgen_helm.cli.app import app
 
 PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
 
@@ -42,3 +47,9 @@ def test_lines_fit_and_words_are_whole(
     assert all(any(word in line for line in lines) for word in words)
     rules = [line for line in lines if set(line) == {"─"}]
     assert rules and not any(set(line) & set("━│┃┏") for line in lines), "one style of tables"
+
+
+def test_examples_can_be_copied_from_80_columns() -> None:
+    commands: Any = typer.main.get_command(app)
+    lines = [line for command in commands.commands.values() for line in cleandoc(command.help).splitlines()]
+    assert not [line for line in lines if line.startswith("  ") and len(line) > 77]
