@@ -96,6 +96,13 @@ def test_a_home_that_cannot_be_written_is_no_defect_to_report(own_home, capsys, 
         assert "Read-only file system" in said and "FLEXGEN_HELM_HOME" in said and "Error" not in said
 
 
+def test_data_that_nothing_reads_is_named(own_home, monkeypatch, tmp_path):
+    for name in ("mmlu", "lambada_openai_test.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    assert "has lambada_openai_test.jsonl; nothing reads mmlu there" in module._data().found
+
+
 def test_a_network_disk_is_noticed(own_home, monkeypatch):
     mounts = [SimpleNamespace(mountpoint="/", fstype="nfs4"), SimpleNamespace(mountpoint="/elsewhere", fstype="ext4")]
     monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: mounts)
