@@ -201,11 +201,11 @@ class EngineConfig:
         Flag(
             "--gpu-memory",
             "SIZE",
-            help="Most GPU memory to use, for example 8GiB. Default of the three: what is free, less a margin.",
+            help="Maximum GPU memory to use, for example 8GiB. Default of the three: what is free, less a margin.",
             key="gpu",
         ),
-        Flag("--cpu-memory", "SIZE", help="Most host memory to use, for example 16GiB.", key="cpu"),
-        Flag("--disk", "SIZE", help="Most space to use in --offload-dir, for example 100GiB.", key="disk"),
+        Flag("--cpu-memory", "SIZE", help="Maximum host memory to use, for example 16GiB.", key="cpu"),
+        Flag("--disk", "SIZE", help="Maximum space to use in --offload-dir, for example 100GiB.", key="disk"),
         parse=_parse_limits,
     )
     offload_dir: str | os.PathLike[str] | None = option(
@@ -295,7 +295,7 @@ class EngineConfig:
     )
     max_latency: float | None = option(
         None,
-        "Most seconds that a block of sequences may take; bounds the search for a policy.",
+        "Maximum seconds that a block of sequences may take; bounds the search for a policy.",
         Flag("--max-latency", "SECONDS"),
         parse=_seconds,
     )
@@ -321,7 +321,7 @@ class EngineConfig:
     )
     thinking_budget: int | None = option(
         None,
-        "Most tokens that a thinking model thinks before it must answer; they count in max_tokens. Default: no limit.",
+        "Maximum tokens that a thinking model thinks before it answers; they count in max_tokens. Default: no limit.",
         Flag("--thinking-budget", "TOKENS", commands=_CHATTING),
         parse=_budget,
     )

@@ -49,6 +49,13 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
+def test_tables_have_a_head():
+    rows = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+    for page in pages():
+        for table in rows.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+            assert re.match(r".*\n\|[-:| ]+\|\n", table), (name_of(page), table)
+
+
 def test_links_lead_somewhere():
     found = {name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in pages()}
     assert {page: broken for page, broken in found.items() if broken} == {}

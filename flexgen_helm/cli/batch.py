@@ -80,7 +80,8 @@ def batch(
     command goes on: what was computed comes from the response cache.
 
     Example:
-      flexgen-helm batch requests.jsonl -o answers.jsonl --model smollm2-135m-instruct-q4_1
+      flexgen-helm batch requests.jsonl -o answers.jsonl \\
+        --model smollm2-135m-instruct-q4_1
     """
     check_engine_flags(engine)
     content = read_input("IN.jsonl", requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -76,12 +77,13 @@ def clean(
 
 
 def _show(items: list[Any], removed: list[Any]) -> None:
-    """Print one line an item, its name last and uncut: it is what the user copies."""
-    rows = []
+    """Print one line an item; where room is short, * stands for most of a hash in its name, as it does in [NAME]."""
+    rows, width = [], output().width
     for item in items:
         days = int((time.time() - item.last_used) // _DAY_S)
         kind = f"{item.kind} of {item.model}" if item.model else item.kind
         kind += ", removed" if item in removed else ", in use" if item.is_in_use else ""
-        rows.append((size(item.num_bytes), f"{count(days, 'day')} ago" if days > 0 else "today", kind, item.name))
-    width = max(output().width, 11 + max(len(item.name) for item in items))
+        name = item.name if width > 140 else re.sub(r"([0-9a-f]{8})[0-9a-f]{24}.*(?=.{8})", r"\1*", item.name)
+        rows.append((size(item.num_bytes), f"{count(days, 'day')} ago" if days > 0 else "today", kind, name))
+    width = max(width, 11 + max(len(row[-1]) for row in rows))
     print_rows(["size", "last use", "what", "name"], rows, ("last use", "what"), width)

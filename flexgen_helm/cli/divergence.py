@@ -60,8 +60,8 @@ def divergence(
     default. The baseline's distributions wait on the disk, in the folder of --offload-dir.
 
     Example:
-      flexgen-helm divergence smollm2-135m-instruct-q4_1 --text book.txt --window 1024 \\
-        --precision 8bit,4bit
+      flexgen-helm divergence smollm2-135m-instruct-q4_1 \\
+        --text book.txt --window 1024 --precision 8bit,4bit
     """
     check_engine_flags(engine)
     precision_named(baseline)

@@ -22,7 +22,7 @@ import typer
 from packaging.requirements import Requirement
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.paths import data_dir, state_dir
+from flexgen_helm.checkpoint.paths import data_dir, explain, state_dir
 from flexgen_helm.cli.console import print_json, print_rows
 from flexgen_helm.cli.engine_flags import JsonFlag, complete_model
 from flexgen_helm.errors import FlexgenError
@@ -100,11 +100,11 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
         try:
             found[name] = check()
         except Exception as error:  # a check that breaks is a finding, and the others still matter
-            is_ours = isinstance(error, FlexgenError)
+            said, is_ours = explain(error), isinstance(error, FlexgenError)
             remedy = None if is_ours else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
             if isinstance(error, OSError):
-                remedy = f"Mend that, or {_OTHER_HOME}"
-            found[name] = Finding("failed", f"{type(error).__name__}: {error}", remedy)
+                remedy = None if "FLEXGEN_HELM_HOME" in said else f"Mend that, or {_OTHER_HOME}"
+            found[name] = Finding("failed", said, remedy)
     return found
 
 
@@ -244,7 +244,7 @@ def _data() -> Finding:
     files = {path.name for path in folder.iterdir()}
     found = f"{folder} has {' and '.join(sorted(files & {LAMBADA, WIKITEXT})) or 'nothing that is looked for there'}"
     if unused := sorted(files - {LAMBADA, WIKITEXT}):
-        found += f"; {', '.join(unused)} is not read there: HELM's data belongs into benchmark_output/scenarios"
+        found += f"; nothing reads {', '.join(unused)} there: HELM's data belongs in benchmark_output/scenarios"
     return Finding("ok", found)
 
 

@@ -258,8 +258,8 @@ RayWorkers = Annotated[
     typer.Option(
         "--ray-workers",
         metavar="N",
-        help="Most workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or for each "
-        "machine of a cluster without GPUs.",
+        help="Maximum number of workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or "
+        "for each machine of a cluster without GPUs.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),

@@ -36,7 +36,8 @@ def perplexity(
     Windows do not overlap, have no BOS token, and their first tokens are not scored.
 
     Example:
-      flexgen-helm perplexity smollm2-135m-instruct-q4_1 --text book.txt --window 1024
+      flexgen-helm perplexity smollm2-135m-instruct-q4_1 \\
+        --text book.txt --window 1024
     """
     content = read_text(text)
     with load_engine(model, engine) as loaded:

@@ -107,7 +107,7 @@ def plan(
             "-m",
             min=1,
             metavar="N",
-            help="With -c: most instances of an entry. Default: that of the suite's prompts, else 1000.",
+            help="With -c: maximum instances of an entry. Default: that of the suite's prompts, else 1000.",
         ),
     ] = None,
     suite: Annotated[

@@ -85,7 +85,8 @@ def compare(
     Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
 
     Example:
-      flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first
+      flexgen-helm run -c runs/quickstart.conf -m 50 --suite first \\
+        --precision fp16,4bit
       flexgen-helm compare --suite first
     """
     from flexgen_helm.report.choice import choose_precisions

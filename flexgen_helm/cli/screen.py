@@ -197,8 +197,8 @@ class Screen:
             parts.append(self._row(activity))
             if isinstance(activity, Progress):
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
-                of = f" of {self._model.precision}" if self._model and self._number else ""
-                notes += [f"{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}{of}", self._plan]
+                of = f"{self._model.precision}: " if self._model and self._number else ""
+                notes += [f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}", self._plan]
                 held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")

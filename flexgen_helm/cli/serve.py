@@ -50,8 +50,9 @@ def serve(
 
     Example:
       flexgen-helm serve smollm2-135m-instruct-q4_1
-      curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-          -d '{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}'
+      curl http://127.0.0.1:8000/v1/completions \\
+        -H 'Content-Type: application/json' \\
+        -d '{"prompt": "The capital of France is", "max_tokens": 8}'
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UsageError("starlette and uvicorn are not installed; run pip install 'flexgen-helm[serve]'")
@@ -159,7 +160,8 @@ def lm_eval(context: typer.Context) -> None:
     Needs the extra `lm-eval`: pip install 'flexgen-helm[lm-eval]'.
 
     Example:
-      flexgen-helm lm-eval --model_args pretrained=smollm2-135m-instruct-q4_1 --tasks arc_easy --limit 100
+      flexgen-helm lm-eval --tasks arc_easy --limit 100 \\
+        --model_args pretrained=smollm2-135m-instruct-q4_1
     """
     if find_spec("lm_eval") is None:
         raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")

@@ -21,7 +21,7 @@ import psutil
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import existing_folder, replace_text
+from flexgen_helm.files import existing_folder, replace_text, require_writable
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
@@ -85,6 +85,7 @@ def measure(folder: Path) -> HardwareProfile:
 
 
 def _measured_now(folder: Path) -> HardwareProfile:
+    require_writable(folder, "the offload directory", "name another folder with --offload-dir")
     report(ProgressPhase("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
     measured = SavedProfile(measure(folder), max(before, busy_share()))

@@ -160,7 +160,7 @@ class FlexgenLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         revision: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = MAX_GEN_TOKS,
@@ -178,6 +178,8 @@ class FlexgenLM(TemplateLM):
         variables = dict(chat_template_args or {})
         variables |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         options = _engine_options({**arguments, **({} if device is None else {"device": device})})
+        if pretrained is None:
+            raise UsageError("no model is named; give --model_args pretrained=MODEL")
         if variables:
             options = {**options, "chat_template_kwargs": variables}
         # The harness says which prompts are chats.

@@ -92,7 +92,15 @@ def test_a_home_that_cannot_be_written_is_no_defect_to_report(own_home, capsys, 
     with read_only(tmp_path / "home"):
         found = doctor(capsys)
     for name in ("journal", "locks", "direct reads"):
-        assert "Read-only file system" in found[name]["found"] and "FLEXGEN_HELM_HOME" in found[name]["remedy"]
+        said = f"{found[name]['found']} {found[name]['remedy']}"
+        assert "Read-only file system" in said and "FLEXGEN_HELM_HOME" in said and "Error" not in said
+
+
+def test_data_that_nothing_reads_is_named(own_home, monkeypatch, tmp_path):
+    for name in ("mmlu", "lambada_openai_test.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    assert "has lambada_openai_test.jsonl; nothing reads mmlu there" in module._data().found
 
 
 def test_a_network_disk_is_noticed(own_home, monkeypatch):

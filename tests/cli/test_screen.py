@@ -147,7 +147,8 @@ def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -
         if "computing metrics" in panel:
             assert not any(old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")), panel
     assert any("4bit, 2 of 2" in frame and "converting" in frame for frame in frames)
-    assert session.shown("0:15 left of fp16") and session.shown("0:05 left of 4bit")
+    for precision, left in (("fp16", "0:15 left"), ("4bit", "0:05 left")):
+        assert any(f"{precision}: " in frame and left in frame for frame in frames), precision
     said = session.last.splitlines()
     assert max(map(len, said)) <= 60 and {"precisions"} < {word for line in said for word in line.split()}
     assert " ".join(line.strip() for line in said) == ("a sentence of a library about precisions " * 8).strip()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
+from typing import Any
+
 import pytest
+import typer
 
 from flexgen_helm import cli
+from flexgen_helm.cli.app import app
 
 PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path_factory.mktemp("h")))
+    folder = tmp_path_factory.mktemp("h")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder))
+    (folder / "journal").mkdir()
+    (folder / "journal" / f"{'0a' * 32}.sqlite").touch()
     # A fresh interpreter with HELM takes many seconds, and what it says is one line of the doctor's.
     monkeypatch.setattr("flexgen_helm.cli.doctor._python_subprocess", lambda *_: None)
 
@@ -25,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
         (["plan", *PLAN, "-c", "runs/helm_safety.conf", "-m", "10"], ["scenario", "alone", "expect"]),
         (["entries", "bbq"], ["bbq:subject=all,", "here"]),
         (["doctor"], ["direct reads", "found"]),
-        (["clean"], []),
+        (["clean", "journal/0a0a0a0a*a.sqlite"], ["journal/0a0a0a0a*a.sqlite"]),
     ],
     ids=["models", "plan", "plan -c", "entries", "doctor", "clean"],
 )
@@ -38,4 +46,10 @@ def test_lines_fit_and_words_are_whole(
     assert all(len(line) <= width for line in lines if "flexgen-helm run" not in line and "--precision" not in line)
     assert all(any(word in line for line in lines) for word in words)
     rules = [line for line in lines if set(line) == {"─"}]
-    assert bool(rules) == bool(words) and not any(set(line) & set("━│┃┏") for line in lines), "one style of tables"
+    assert rules and not any(set(line) & set("━│┃┏") for line in lines), "one style of tables"
+
+
+def test_examples_can_be_copied_from_80_columns() -> None:
+    commands: Any = typer.main.get_command(app)
+    lines = [line for command in commands.commands.values() for line in cleandoc(command.help).splitlines()]
+    assert not [line for line in lines if line.startswith("  ") and len(line) > 77]

@@ -302,6 +302,11 @@ def test_arguments_that_mean_nothing_here_are_refused(folder, arguments, why):
         FlexgenLM(str(folder), **arguments)
 
 
+def test_a_model_is_named():
+    with pytest.raises(UsageError, match="pretrained=MODEL$"):
+        FlexgenLM(precision="4bit")
+
+
 def test_engine_options_arrive(folder):
     with FlexgenLM(str(folder), precision="4bit", cpu_memory="1GiB", batch_size=8, trust_remote_code=True) as lm:
         options = lm._model.config
