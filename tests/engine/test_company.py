@@ -1,64 +1,140 @@
-"""A request's numbers have the same bits alone and in any company, as far as no prefix is shared."""
+"""A request's numbers have the same bits alone and in any company, or its model is refused by name."""
 
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.attention import can_attend
-from tests.helpers.tiny_models import VOCABULARY
+from tests.helpers.tiny_causal_models import tiny_config
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY, save_random
 
 MIB = 1 << 20
 CPUINFO = Path("/proc/cpuinfo")
 IS_AMD = CPUINFO.is_file() and "AuthenticAMD" in CPUINFO.read_text()
+pytestmark = [
+    pytest.mark.skipif(not IS_AMD, reason="PyTorch's exponentials were tried on AMD's processors alone"),
+    pytest.mark.skipif(not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here"),
+]
+# Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a hybrid.
+FAST = ["llama", "gemma2", "opt-350m", "mixtral", "GptOssForCausalLM"]
+SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCausalLM"]
+CASES = [
+    *((variant, "fp16") for variant in FAST),
+    ("llama", "8bit"),
+    *(pytest.param(variant, "fp16", marks=pytest.mark.slow) for variant in SLOW),
+    pytest.param("gemma2", "4bit-weights", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
-def prompts(seed: int) -> list[GenerationRequest]:
-    """Requests without a common beginning."""
-    draw = random.Random(seed)
-    firsts = draw.sample(range(2, VOCABULARY), 12)
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """Build a variant, or a class of transformers, with room for several blocks of keys: its folder, its window."""
+    built = {}
+
+    def get(variant: str) -> tuple[Path, int]:
+        if variant not in built:
+            config, folder = VARIANTS[variant]() if variant in VARIANTS else tiny_config(variant), None
+            for key in ("max_position_embeddings", "n_positions"):
+                if variant in VARIANTS and hasattr(config, key):
+                    setattr(config, key, 320)
+            save_random(folder := tmp_path_factory.mktemp(variant), config, seed=1)
+            built[variant] = folder, 300 if variant in VARIANTS else 60
+        return built[variant]
+
+    return get
+
+
+def tree_of_prompts(draw: random.Random, longest: int) -> list[GenerationRequest]:
+    """Requests of every kind, with beginnings in common that end at and beside borders of blocks."""
+    vocabulary, stems = VOCABULARY if longest > 60 else 60, [[]]
+    for _ in range(draw.randrange(1, 4)):
+        size = draw.choice([1, 5, 30, 63, 64, 70] if longest > 60 else [1, 5, 20])
+        stems.append(draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(size)])
+
+    def prompt() -> list[int]:
+        ids = draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(1 + draw.randrange(30))]
+        return ids[: longest - 12]
+
     return [
         GenerationRequest(
-            prompt_token_ids=[first, *(draw.randrange(2, VOCABULARY) for _ in range(draw.randrange(90)))],
-            max_tokens=draw.choice([0, 5]), echo_logprobs=True, ignore_eos=True,
+            prompt_token_ids=prompt(), max_tokens=draw.choice([0, 1, 2, 7, 12]), echo_logprobs=draw.random() < 0.5,
+            n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=seed, ignore_eos=True,
         )
-        for first in firsts
+        for seed in range(draw.randrange(2, 12))
     ]  # fmt: skip
 
 
 def bits(result) -> tuple:
+    assert result.error is None, result.error
     return result.prompt_logprobs, [(c.token_ids, c.logprobs) for c in result.completions]
 
 
-@pytest.mark.skipif(not IS_AMD, reason="tried on AMD's processors alone; Intel's matrix unit does not take few rows")
-@pytest.mark.parametrize("variant", ["llama", "gemma2", "opt-350m", "bloom", "mixtral"])
-def test_bits_do_not_depend_on_the_company(tiny, tmp_path, variant):
-    if not can_attend(torch.zeros(1, 1, 1)):
-        pytest.skip("no compiled loop attends here")
-    asked = prompts(1)
-    with Engine.from_pretrained(tiny(variant).path) as engine:
-        alone = [bits(engine.run([request])[0]) for request in asked]
+def assert_equal_bits(model: Path, asked: list[GenerationRequest], draw: random.Random, **options) -> None:
+    """Compare each request alone, on one thread and in memory, with all of them under a drawn plan."""
+    with tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(1)
-        assert [bits(result) for result in engine.run(asked[::-1])] == alone[::-1]
-    streamed = dict(policy="3x2,0,0,0,50,0,100", limits=MemoryLimits(cpu=64 * MIB), offload_dir=tmp_path)
-    with Engine.from_pretrained(tiny(variant).path, schedule="zigzag", **streamed) as engine:
-        assert [bits(result) for result in engine.run(asked)] == alone
+        with Engine.from_pretrained(model, offload_dir=folder, **options) as engine:
+            alone = [bits(engine.run([request])[0]) for request in asked]
+        torch.set_num_threads(draw.randrange(1, 4))
+        policy = "{}x{},0,{},0,{},0,100".format(
+            *(draw.choice(x) for x in ([1, 2, 3, 5], [1, 2, 3], *2 * [[0, 50, 100]]))
+        )
+        plan = {"policy": policy, "schedule": draw.choice(["row", "zigzag"])} if draw.random() < 0.7 else {}
+        limits = MemoryLimits(cpu=64 * MIB, disk=256 * MIB)
+        with Engine.from_pretrained(model, offload_dir=folder, limits=limits, **plan, **options) as engine:
+            if draw.random() < 0.6:
+                engine.share_every_beginning()
+            order = draw.sample(range(len(asked)), len(asked))
+            found = engine.run([asked[number] for number in order])
+    assert [bits(result) for result in found] == [alone[number] for number in order]
 
 
-def test_the_comparison_sees_a_product_that_follows_the_batch(tiny, monkeypatch):
+@pytest.mark.parametrize(("variant", "precision"), CASES)
+def test_bits_do_not_depend_on_the_company(longer, variant, precision):
+    model, longest = longer(variant)
+    for seed in (0, 1):
+        draw = random.Random(f"{variant} {seed}")
+        asked = tree_of_prompts(draw, longest)
+        assert_equal_bits(model, asked, draw, precision=precision, batch_invariant=True)
+
+
+def test_the_comparison_sees_a_product_that_follows_the_batch(longer, monkeypatch):
     from flexgen_helm.offload import linear
 
-    def product(x, weight, bias):
-        kind = torch.float64 if len(x) > 100 else torch.float32
+    def product(x, weight, bias, batch_invariant=False):
+        kind = torch.float64 if len(x) > 30 else torch.float32
         return torch.nn.functional.linear(x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)).float()
 
     monkeypatch.setattr(linear, "linear", product)
     monkeypatch.setattr(linear, "linear_as_stored", product)
-    asked = prompts(1)
-    with Engine.from_pretrained(tiny("llama").path) as engine:
-        alone = [bits(engine.run([request])[0]) for request in asked]
-        assert [bits(result) for result in engine.run(asked)] != alone
+    draw, (model, longest) = random.Random(0), longer("llama")
+    with pytest.raises(AssertionError):
+        assert_equal_bits(model, tree_of_prompts(draw, longest), draw, unverified=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "named"),
+    [
+        ("llama", {"precision": "4bit"}, "KV cache of 4bit"),
+        ("llama", {"device": "sim", "limits": MemoryLimits(gpu=64 * MIB)}, "take --device cpu"),
+        pytest.param("JambaForCausalLM", {}, "JambaForCausalLM over the whole batch", marks=pytest.mark.slow),
+    ],
+)
+def test_what_follows_the_batch_is_refused(longer, tmp_path, variant, options, named):
+    with pytest.raises(UsageError, match=named):
+        Engine.from_pretrained(longer(variant)[0], batch_invariant=True, offload_dir=tmp_path, **options)
+
+
+def test_a_loop_that_is_missing_is_refused(longer, tmp_path, monkeypatch):
+    from flexgen_helm.engine import proof
+
+    monkeypatch.setattr(proof, "can_attend_caches", lambda *given: False)
+    with pytest.raises(UsageError, match="compiled loops do not work here"):
+        Engine.from_pretrained(longer("llama")[0], batch_invariant=True, offload_dir=tmp_path)

@@ -148,6 +148,16 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype):
         assert torch.equal(amx_matmul(x[rows], weight), results[0][rows])
 
 
+def test_few_rows_and_parts_of_a_matrix_have_the_same_bits(monkeypatch):
+    """As `--batch-invariant` multiplies them: one row, and the last outputs of a streamed matrix."""
+    monkeypatch.undo()
+    x, weight = operands(40, 64, 70, torch.bfloat16)
+    whole = tiled_linear(x, weight, None, batch_invariant=True)
+    assert torch.equal(tiled_linear(x[7:8], weight, None, batch_invariant=True), whole[7:8])
+    assert torch.equal(tiled_linear(x, weight[64:], None, batch_invariant=True), whole[:, 64:])
+    assert not torch.equal(tiled_linear(x[7:8], weight, None), whole[7:8])  # by vectors
+
+
 def test_from_several_threads_at_once():
     cases = [operands(1 + 29 * i % 300, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(30)]
     with ThreadPoolExecutor(4) as pool:
