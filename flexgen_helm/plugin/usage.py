@@ -32,7 +32,7 @@ BLOCKS_FILE = "flexgen_blocks.json"
 _BLOCK_KEYS = (
     "origin", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes", "peak_workspace_bytes",
     "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s", "achieved_placement", "hardware",
-    "proved", "rounded_weights", "generation_config", "finished_at",
+    "proved", "batch_invariant", "rounded_weights", "generation_config", "finished_at",
 )  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
 

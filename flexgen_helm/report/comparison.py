@@ -365,9 +365,16 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
         pools = {(run.entry, run.precision): run for run in by_scenario(both) if run.num_runs > 1}
         for entry, _ in [key for key in pools if key[1] == precision and (key[0], baseline) in pools]:
             pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(margin, [])
-    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
+    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared), *_floor_note(compared)]
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
+
+
+def _floor_note(runs: Sequence[RunScores]) -> list[str]:
+    """Say that what differs is of the precisions, where no run's answers follow its batches."""
+    if not all(run.run.get("batch_invariant") for run in runs):
+        return []
+    return ["All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero"]
 
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:

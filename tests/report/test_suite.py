@@ -105,6 +105,15 @@ def test_a_model_that_is_not_proved_and_other_releases_are_named(suite):
     assert unverified in suite_page(report).to_html(suite)
 
 
+def test_runs_whose_answers_do_not_follow_the_batch_have_no_floor_of_noise(suite):
+    first, *rest = (path.parent for path in suite.glob("*/flexgen_run.json"))
+    for run in rest:
+        change_record(run, batch_invariant=True)
+    assert not any("floor of noise" in note for note in read_suite(suite).compared[0].notes)
+    change_record(first, batch_invariant=True)
+    assert any("the floor of noise is zero" in note for note in read_suite(suite).compared[0].notes)
+
+
 def test_pages_link_to_each_other_and_to_the_runs(suite):
     """Links of files: each leads somewhere, and to another page only if it is there."""
     page = suite_page(read_suite(suite))
