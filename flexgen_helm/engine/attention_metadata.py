@@ -386,7 +386,7 @@ def build_attention_metadata(
         parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at.numbers, cache.codec)
         prefixes.append(PrefixAttention(prefix, where, seen_at.on_device, seen_at.on_host, parts))
 
-    table = SegmentTable.of(_joined_groups(prompts, decodes, numbers), positions, lengths) if compiles else None
+    table = SegmentTable.of([*_joined_groups(prompts, decodes, numbers)], positions, lengths) if compiles else None
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table)
 

@@ -261,7 +261,7 @@ def test_the_key_names_every_part_that_decides(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     changed.append(key.digest)
     monkeypatch.undo()
-    monkeypatch.setattr(proof, "own_digest", lambda: "0")
+    monkeypatch.setattr(proof, "own_digest", lambda package: "0")
     changed.append(key.digest)
     assert len({before, *changed}) == 6
     assert code_digest("SmolLM3ForCausalLM") != code_digest("CohereForCausalLM")
