@@ -1,4 +1,4 @@
-"""Log-probabilities by `transformers` alone, in float32, one sequence at a time and without a cache.
+"""Recorded answers by `transformers` alone, in float32, one sequence at a time and without a cache.
 
 They are computed in a process of its own, which imports nothing of the engine. A line of JSON in, a line out.
 """
@@ -10,40 +10,80 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.tokenizer.token_bytes import helm_bytes
+
+if TYPE_CHECKING:
+    from flexgen_helm.report.verification import DrawnAnswer
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
-class ScoredSequence(NamedTuple):
-    """Tokens of which log-probabilities are wanted.
+def recomputed(
+    folder: Path, tokenizer: Tokenizer, drawn: Sequence[DrawnAnswer], tolerance: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the answers as `transformers` has them, given their tokens.
 
-    start: index of the first of them, at least 1.
-    answer: index of the first one that the model wrote.
-    ends: ids of which one should follow; none if that is not known.
+    tolerance: nats by which a greedy token, or the end, may be below the most probable token.
+    Raises `UsageError` for a text that is no token, and `FlexgenError` where `transformers` fails.
     """
+    ids = {text: number for number, text in enumerate(tokenizer.token_texts(range(tokenizer.vocab_size)))}
 
-    ids: Sequence[int]
-    start: int
-    answer: int
-    ends: Sequence[int]
+    def id_of(text: str) -> int:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.token_texts(encoded) == [text]:
+            return encoded[0]
+        if not text or text not in ids:
+            raise UsageError(f"a recorded token is {text[:60]!r}, which is none of {folder.name}; leave --with out")
+        return ids[text]
+
+    def to_score(answer: DrawnAnswer, recorded: Mapping[str, Any]) -> tuple[list[int], int, int, list[int]]:
+        prompt, written = list(answer.request.prompt_token_ids or ()), recorded["tokens"][answer.echoed :]
+        if recorded["end"] == "stop":  # the text of the last token may have been cut
+            written = written[:-1]
+        ends = sorted(tokenizer.eos_ids) if recorded["end"] == "endoftext" else []
+        # The first token of all has no log-probability.
+        return prompt + list(map(id_of, written)), max(1, len(prompt) - answer.echoed), len(prompt), ends
+
+    scores = _scores(folder, [to_score(answer, recorded) for answer in drawn for recorded in answer.answers])
+    for answer in drawn:
+        yield [_computed(answer, recorded, next(scores), tokenizer, tolerance) for recorded in answer.answers]
 
 
-class SequenceScores(NamedTuple):
-    """What `transformers` says of a sequence.
+def _computed(
+    drawn: DrawnAnswer,
+    recorded: Mapping[str, Any],
+    scored: tuple[list[float], float],
+    tokenizer: Tokenizer,
+    tolerance: float,
+) -> dict[str, Any]:
+    logprobs, shortfall = scored
+    prompt, end = drawn.request.prompt_token_ids or (), recorded["end"]
+    echoed, written = tokenizer.token_texts(prompt[len(prompt) - drawn.echoed :]), recorded["tokens"][drawn.echoed :]
+    if drawn.request.temperature == 0 and shortfall > tolerance:
+        end = f"{shortfall:.3g} nats below the most probable token"
+    elif end == "length" and len(written) != drawn.request.max_tokens:
+        end = f"{len(written)} tokens of {drawn.request.max_tokens}"
+    # What is not computed: the first token of all, and one that was cut.
+    first = drawn.echoed == len(prompt)
+    logprobs = [*recorded["logprobs"][:first], *logprobs]
+    return {
+        "text": b"".join(map(helm_bytes, written)).decode(errors="replace"),
+        "thinking": None,
+        "end": end,
+        "tokens": [*echoed, *written],
+        "logprobs": logprobs + recorded["logprobs"][len(logprobs) :],
+    }
 
-    logprobs: of the tokens from `start` on.
-    shortfall: nats by which a token of the answer, or its end, is below the most probable one; the largest.
+
+def _scores(folder: Path, sequences: Sequence[Any]) -> Iterator[Any]:
+    """Yield what the child says of sequences: log-probabilities from `start` on, and the greedy shortfall.
+
+    sequences: ids, start, where the answer begins, ids of which one should follow.
     """
-
-    logprobs: Sequence[float]
-    shortfall: float
-
-
-def score_sequences(folder: Path, sequences: Sequence[ScoredSequence]) -> Iterator[SequenceScores]:
-    """Yield the scores of sequences. Raises `FlexgenError` where `transformers` fails, with its last line."""
     command = [sys.executable, "-m", __name__, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as messages:
@@ -51,8 +91,7 @@ def score_sequences(folder: Path, sequences: Sequence[ScoredSequence]) -> Iterat
         asked.seek(0)
         with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=messages, env=environment) as child:
             try:
-                for line in child.stdout or ():
-                    yield SequenceScores(*json.loads(line))
+                yield from map(json.loads, child.stdout or ())
             except BaseException:
                 child.kill()
                 raise
@@ -74,11 +113,11 @@ def _main(folder: str) -> None:
         ids, start, answer, ends = json.loads(line)
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 :]
-            logprobs = logits[:-1].gather(1, torch.tensor(ids[start:], dtype=torch.long)[:, None])[:, 0]
-            drawn = torch.cat([logprobs, logits[-1:, ends].amax(1)]) if ends else logprobs
-            below = (logits[: len(drawn)].amax(1) - drawn)[answer - start :]
-            logprobs = logprobs - logits[:-1].logsumexp(1)
-        print(json.dumps([logprobs.tolist(), max(below.tolist(), default=0.0)]), flush=True)
+            scored = logits[:-1].gather(1, torch.tensor(ids[start:], dtype=torch.long)[:, None])[:, 0]
+            drawn = torch.cat([scored, logits[-1:, ends].amax(1)]) if ends else scored
+            below = logits[: len(drawn)].amax(1) - drawn
+            logprobs = scored - logits[:-1].logsumexp(1)
+        print(json.dumps([logprobs.tolist(), max(below[answer - start :].tolist(), default=0.0)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import math
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def is_equal(
     pairs = [pair for answers in zip(recorded, computed) for pair in zip(*(answer["logprobs"] for answer in answers))]
     largest = max((abs(old - new) for old, new in pairs), default=0.0)
     old, new = ([{**answer, "logprobs": len(answer["logprobs"])} for answer in found] for found in (recorded, computed))
-    return old == new and all(abs(a - b) <= tolerance for a, b in pairs), largest
+    return bool(old) and old == new and all(abs(a - b) <= tolerance for a, b in pairs), largest
 
 
 def sample_size(asked: str | None, population: int) -> int:
@@ -105,10 +106,7 @@ def upper_bound(differing: int, drawn: int, population: int) -> float:
 
 def share_above(share: float) -> str:
     """Return a share in percent, rounded up to two digits."""
-    if not share:
-        return "0 %"
-    step = 10.0 ** (math.floor(math.log10(100 * share)) - 1)
-    return f"{math.ceil(100 * share / step - 1e-9) * step:.2g} %"
+    return f"{Context(2, ROUND_CEILING).create_decimal(100 * share):f} %"
 
 
 # Bundles: a tar file with two members, compressed by Zstandard.
