@@ -136,7 +136,7 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
         if commit and commit[1] == resolved.hub_repo:
             given["revision"] = commit[2]
             resolved = replace(resolved, revision=commit[2])
-        is_known = resolved.path is None or name in names.user_names()
+        is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
                 f"the bundle's model {name!r} from {source['origin']!r} is not on this machine by that name; fetch it "
