@@ -69,7 +69,7 @@ class ProgressPhase:
     detail: str = ""
     done: float = 0
     total: float = 0
-    unit: Literal["bytes", "run"] = "bytes"
+    unit: Literal["bytes", "run", "answer"] = "bytes"
 
     @property
     def is_finished(self) -> bool:

@@ -121,6 +121,12 @@ def base_name(name: str) -> str:
     return split_template(_DIGEST.sub("", split_precision(name)[0]))[0]
 
 
+def without_digest(name: str) -> str:
+    """Return a name without the digest of settings of prompts."""
+    base, precision = split_precision(name)
+    return with_suffixes(_DIGEST.sub("", base), None, precision)
+
+
 def with_suffixes(base: str, template: bool | None, precision: str) -> str:
     """Return the name of a model under these settings."""
     suffix = "" if template is None else TEMPLATE_SUFFIXES[template]

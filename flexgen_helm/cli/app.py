@@ -28,6 +28,7 @@ from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.cli.serve import lm_eval, serve
+from flexgen_helm.cli.verify import verify
 from flexgen_helm.concurrency import require_linux
 from flexgen_helm.errors import Interrupted
 
@@ -87,6 +88,7 @@ _add("Evaluate", lm_eval, context_settings=_PASSED_ON)
 _add("Evaluate", with_engine_flags(serve), has_screen=False)  # it has one while it loads
 _add("Evaluate", report)
 _add("Evaluate", compare)
+_add("Evaluate", with_engine_flags(verify))
 _add("Plan", with_engine_flags(plan))
 _add("Plan", profile)
 _add("Models", fetch)

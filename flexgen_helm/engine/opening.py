@@ -104,6 +104,18 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: En
     return engine_fingerprint(checkpoint, tokenizer, options, "cpu", dtype)
 
 
+def fingerprint_elsewhere(
+    name_or_path: str | os.PathLike[str], options: EngineConfig, device: str, dtype: str
+) -> str | None:
+    """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None for no such type."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        return None
+    checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
+    device_type = "cpu" if device == "sim" else device.partition(":")[0]
+    return engine_fingerprint(checkpoint, tokenizer, options, device_type, kind)
+
+
 def _open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
     """Open a checkpoint and its tokenizer."""
     report(ProgressPhase("open", resolved.name))

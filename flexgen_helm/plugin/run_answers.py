@@ -6,10 +6,12 @@ if it is what the file says, to the last digit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 from helm.common.request import Request
 
 from flexgen_helm.checkpoint.names import PREFIX
@@ -25,8 +27,9 @@ from flexgen_helm.plugin.convert import (
     to_helm_request,
     to_request_result,
 )
-from flexgen_helm.report.answers import read_states
+from flexgen_helm.report.answers import STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores
+from flexgen_helm.report.verification import SOURCE_KEYS, DrawnAnswer, sample_size
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
@@ -107,3 +110,65 @@ def _scored_tokens(
         text = state["instance"]["references"][reference]["output"]["text"]
         return ids, max(1, len(ids) - len(encoder.encode(f" {text}")))
     return ids, max(1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0))
+
+
+def draw_answers(
+    runs: Sequence[RunScores], sample: str | None, seed: int, find_model: Callable[[Mapping[str, Any]], ModelArguments]
+) -> tuple[list[dict[str, Any]], list[DrawnAnswer], int]:
+    """Draw answers of finished runs at random, without replacement.
+
+    sample: as of `sample_size`. find_model: returns the model of a run's record.
+    Returns what is recorded of the runs, the answers, and of how many they were drawn.
+    Raises `UsageError` for a file of HELM that is damaged, and where nothing was answered.
+    """
+    counts = [len(_successful_states(run)) for run in runs]
+    if not (population := sum(counts)):
+        raise UsageError("the suite has no answer of a flexgen model; run it to its end first")
+    numbers = np.random.default_rng(seed).choice(population, sample_size(sample, population), replace=False)
+    sources: list[dict[str, Any]] = []
+    drawn = []
+    for run, end, length in zip(runs, np.cumsum(counts), counts):
+        if len(of_run := np.sort(numbers[(numbers >= end - length) & (numbers < end)])):
+            model, states = find_model(run.run), _successful_states(run)
+            drawn += [
+                _drawn_answer(run, states[number - end + length], model, len(sources)) for number in of_run.tolist()
+            ]
+            sources.append({key: run.run.get(key) for key in SOURCE_KEYS})
+    return sources, drawn, population
+
+
+def _successful_states(run: RunScores) -> list[dict[str, Any]]:
+    assert run.folder is not None
+    path = run.folder / STATE_FILE
+    try:
+        states = json.loads(path.read_bytes())["request_states"]
+        return [state for state in states if state["result"]["success"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); make the run again") from None
+
+
+def _drawn_answer(run: RunScores, state: Mapping[str, Any], model: ModelArguments, source: int) -> DrawnAnswer:
+    # Prompts of a run go through the template, or the record says nothing of one.
+    request = _to_request(state["request"], PlainTextRequest if run.run.get("chat_template") is None else Request)
+    asked = to_helm_request(request, model, get_context().models)
+    echo = request.prompt if request.echo_prompt else ""
+    answers = [_recorded(output, echo) for output in state["result"]["completions"]]
+    if len(answers) == asked.num_copies and all(answer == answers[0] for answer in answers):
+        del answers[1:]
+    name = f"{run.name}, instance {state['instance']['id']}"
+    return DrawnAnswer(source, name, len(asked.echo_ids) if echo else 0, asked.request, answers)
+
+
+def _recorded(output: Mapping[str, Any], echo: str) -> dict[str, Any]:
+    """Return a completion of HELM's file in the terms of `answers_of`; echo: the prompt in front of its text."""
+    thinking, tokens = output.get("thinking"), output["tokens"]
+    logprobs = [token["logprob"] for token in tokens]
+    return {
+        "text": output["text"].removeprefix(echo),
+        "thinking": thinking and thinking["text"],
+        "end": output["finish_reason"]["reason"],
+        "tokens": [token["text"] for token in tokens],
+        "logprobs": logprobs,
+        # HELM's metrics read the sum: one that is not of these tokens makes the answer another one.
+        **({} if output["logprob"] == sum(logprobs) else {"logprob": output["logprob"]}),
+    }

@@ -1,0 +1,195 @@
+"""What a sample of answers says of a suite, and bundles: what was written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import zstandard
+
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.report import verification
+from flexgen_helm.report.verification import (
+    DrawnAnswer,
+    is_equal,
+    read_bundle,
+    sample_size,
+    share_above,
+    upper_bound,
+    write_bundle,
+)
+from flexgen_helm.request import GenerationRequest, ThinkingFormat
+
+REQUEST = GenerationRequest(
+    prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.5, top_p=0.9, seed=1 << 62, stop=("\n",), n=2,
+    echo_logprobs=True, thinking=ThinkingFormat(True, 7, (5,)),
+)  # fmt: skip
+ANSWER = {"text": "é\ud7ff", "thinking": None, "end": "stop", "tokens": ["bytes:\\xc3"], "logprobs": [-0.1]}
+DRAWN = [DrawnAnswer(0, "run, instance id1", 1, REQUEST, [ANSWER, {**ANSWER, "thinking": "so"}])]
+SOURCE = {key: None for key in verification.SOURCE_KEYS} | {"model": "m", "precision": "fp16", "fingerprint": "f"}
+MANIFEST = {"suite": "s", "population": 1000, "seed": 0, "sources": [SOURCE]}
+
+
+@pytest.mark.parametrize("rate, population, drawn", [(0.02, 5000, 200), (0.3, 400, 20), (0.001, 20000, 1000)])
+def test_the_bound_holds_in_95_of_100_samples(rate, population, drawn):
+    draw = np.random.default_rng(0)
+    differing = round(rate * population)
+    found = draw.hypergeometric(differing, population - differing, drawn, size=2000)
+    bounds = {count: upper_bound(count, drawn, population) for count in set(found.tolist())}
+    held = np.mean([bounds[count] >= rate for count in found.tolist()])
+    assert held >= 0.95 - 2 * (0.05 * 0.95 / 2000) ** 0.5 and min(bounds.values()) < 4 * rate + 3 / drawn
+
+
+def test_bounds_and_shares_by_hand():
+    assert upper_bound(0, 200, 19_872) == pytest.approx(1 - 0.05 ** (1 / 200))
+    assert share_above(upper_bound(0, 200, 19_872)) == "1.5 %" and share_above(0.000_150_1) == "0.016 %"
+    assert upper_bound(3, 30, 30) == 0.1 and upper_bound(5, 5, 30) == 1.0 and share_above(1.0) == "100 %"
+
+
+@pytest.mark.parametrize(
+    "asked, population, size",
+    [(None, 19_872, 199), (None, 1000, 20), (None, 7, 7), ("1%", 1000, 10), ("100%", 9, 9), ("0.01%", 100, 1),
+     ("3", 9, 3), ("30", 9, 9)],
+)  # fmt: skip
+def test_sizes_of_samples(asked, population, size):
+    assert sample_size(asked, population) == size
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "x", "101%", "nan%", "1.5", "%", "inf%"])
+def test_no_size_of_a_sample(asked):
+    with pytest.raises(UsageError, match="--sample is"):
+        sample_size(asked, 100)
+
+
+@pytest.mark.parametrize(
+    "change, equal",
+    [({}, True), ({"text": "a"}, False), ({"end": "length"}, False), ({"logprobs": [-0.1001]}, False),
+     ({"logprobs": [-0.100001]}, True), ({"logprobs": []}, False), ({"logprobs": [float("nan")]}, False),
+     ({"logprob": -3.0}, False)],
+)  # fmt: skip
+def test_what_is_equal(change, equal):
+    assert is_equal([{**ANSWER, **change}], [ANSWER], 1e-5)[0] is equal
+    assert is_equal([{**ANSWER, **change}], [ANSWER], 0.0)[0] is (not change)
+    assert not is_equal([], [], 1.0)[0] and not is_equal([ANSWER, ANSWER], [ANSWER], 1.0)[0]
+
+
+def test_a_bundle_is_read_as_it_was_written(tmp_path):
+    write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
+    manifest, drawn = read_bundle(tmp_path / "b.tar.zst")
+    assert MANIFEST.items() <= manifest.items() and json.loads(json.dumps(drawn[0].answers)) == DRAWN[0].answers
+    assert drawn[0].request == GenerationRequest(**{**vars(REQUEST), "prompt_token_ids": [1, 2, 3], "stop": ["\n"]})
+    with tarfile.open(fileobj=io.BytesIO(unpacked(tmp_path / "b.tar.zst"))) as archive:  # as others read it
+        assert archive.getnames() == ["manifest.json", "answers.jsonl"]
+
+
+def unpacked(path):
+    with path.open("rb") as file:
+        return zstandard.ZstdDecompressor().stream_reader(file).read()
+
+
+def members(path):
+    """The manifest and the lines of a bundle."""
+    with tarfile.open(fileobj=io.BytesIO(unpacked(path))) as archive:
+        return [archive.extractfile(name).read() for name in archive.getnames()]
+
+
+def packed(*parts, **header):
+    """A tar file of (name, content); header: of its first member."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number, (name, content) in enumerate(parts):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for key, value in (header if number == 0 else {}).items():
+                setattr(member, key, value)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+HOSTILE = {
+    "an absolute path": lambda m, a: packed(("/etc/passwd", m), ("answers.jsonl", a)),
+    "a path upwards": lambda m, a: packed(("../manifest.json", m), ("answers.jsonl", a)),
+    "a symbolic link": lambda m, a: packed(("manifest.json", b""), type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "a device": lambda m, a: packed(("manifest.json", b""), type=tarfile.CHRTYPE),
+    "a sparse file": lambda m, a: packed(("manifest.json", m), type=tarfile.GNUTYPE_SPARSE),
+    "a third member": lambda m, a: packed(("manifest.json", m), ("answers.jsonl", a), ("x", b"x")),
+    "one member": lambda m, a: packed(("manifest.json", m)),
+    "nothing": lambda m, a: b"",
+    "a bomb": lambda m, a: packed(("manifest.json", bytes(1 << 26))),
+    "a size without a file": lambda m, a: verification._header("manifest.json", 1000),
+    "a negative size": lambda m, a: verification._header("manifest.json", 0).replace(b"0" * 11, b"-0000000100", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_ends_in_a_sentence(tmp_path, name):
+    path = tmp_path / "b.tar.zst"
+    write_bundle(path, MANIFEST, DRAWN)
+    path.write_bytes(zstandard.compress(HOSTILE[name](*members(path))))
+    refuse(path)
+
+
+def refuse(path):
+    with pytest.raises(UsageError) as refusal:
+        read_bundle(path)
+    assert "is no bundle as verify writes it: " in str(refusal.value) and len(str(refusal.value)) < 600
+
+
+def test_a_bomb_of_lines_is_not_decompressed(tmp_path):
+    compressor = zstandard.ZstdCompressor().compressobj()
+    head = verification._header("manifest.json", 512) + bytes(512) + verification._header("answers.jsonl", 7 << 30)
+    content = compressor.compress(head)
+    content += b"".join(compressor.compress(bytes(1 << 24)) for _ in range(4)) + compressor.flush()
+    (tmp_path / "b.tar.zst").write_bytes(content)
+    refuse(tmp_path / "b.tar.zst")
+    (tmp_path / "b.tar.zst").write_bytes(b"no zstandard")
+    refuse(tmp_path / "b.tar.zst")
+
+
+CHANGES = {
+    "another format": (b'"format": 1', b'"format": 2', None),
+    "a list": (b"{", b"[{", None),
+    "a wrong type": (b'"population": 1000', b'"population": "1000"', None),
+    "a boolean": (b'"seed": 0', b'"seed": false', None),
+    "a missing key": (b'"seed": 0,', b"", None),
+    "another digest": (b'"sha256": "', b'"sha256": "0', None),
+    "fewer answers than it says": (b'"drawn": 1', b'"drawn": 2', None),
+    "a model that is a path": (b'"model": "m"', b'"model": ["/etc"]', None),
+    "NaN": (b"-0.1", b"NaN", True), "infinity": (b"-0.1", b"-1e999", True),
+    "a huge number": (b'"max_tokens": 4', b'"max_tokens": 1' + b"0" * 5000, True),
+    "a text for a token": (b"[1, 2, 3]", b'["1"]', True), "an integer for a float": (b"0.5", b"1", True),
+    "a deep nest": (b"[1, 2, 3]", b"[" * 100_000, True), "an unknown key": (b'"n": 2', b'"n": 2, "x": 1', True),
+    "too many completions": (b'"n": 2', b'"n": 100000', True),
+    "no such source": (b'"source": 0', b'"source": -1', True),
+    "more echoed than the prompt": (b'"echoed": 1', b'"echoed": 4', True),
+    "fewer log-probabilities than tokens": (b"[-0.1]", b"[]", True), "no UTF-8": (b"run, ", b"\xff", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_content_of_another_form_ends_in_a_sentence(tmp_path, name):
+    old, new, is_line = CHANGES[name]
+    path = tmp_path / "b.tar.zst"
+    write_bundle(path, MANIFEST, DRAWN)
+    manifest, lines = members(path)
+    if is_line:
+        assert old in lines
+        lines = lines.replace(old, new)
+        digest = verification.hashlib.sha256(lines).hexdigest()
+        manifest = json.dumps({**json.loads(manifest), "sha256": digest}).encode()
+    else:
+        assert old in manifest
+        manifest = manifest.replace(old, new)
+    parts = {"manifest.json": manifest, "answers.jsonl": lines}
+    blocks = (verification._header(key, len(part)) + part + bytes(-len(part) % 512) for key, part in parts.items())
+    path.write_bytes(zstandard.compress(b"".join(blocks) + bytes(1024)))
+    refuse(path)
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(verification._LIMITS, "answers.jsonl", 100)
+    with pytest.raises(FlexgenError, match="answers.jsonl would have"):
+        write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
