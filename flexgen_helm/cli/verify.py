@@ -128,7 +128,7 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
 
     chat, name = source["chat_template"] or {}, names.without_digest(source["model"])
     given = {"path": model, "precision": source["precision"], "apply_chat_template": chat.get("applied")}
-    given |= {"chat_template_kwargs": chat.get("kwargs") or None}
+    given |= {"chat_template_kwargs": chat.get("kwargs") or None, "batch_invariant": bool(source["batch_invariant"])}
     given |= {key: chat.get(key) for key in ("system_prompt", "thinking_budget")}
     if model is None:
         resolved = names.resolve(name)
@@ -190,7 +190,9 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
 
     recorded = source["fingerprint"]
     kind = [str((source["hardware"] or {}).get(key)) for key in ("device", "compute_dtype")]
-    if recorded != engine.fingerprint and recorded != fingerprint_elsewhere(model.path, model.config, *kind):
+    if recorded != engine.fingerprint and recorded != fingerprint_elsewhere(
+        model.path, model.config, *kind, source["batch_invariant"] or ()
+    ):
         raise UsageError(
             f"{source['model']!r} in {source['precision']!r} has the fingerprint {recorded[:12]!r} in the record and "
             f"{engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
@@ -200,6 +202,10 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
 
 def _another_kind(source: Source, engine: Engine) -> str:
     """Return what of the record is not so here, and decides bits; "" if nothing is."""
+    if not source["batch_invariant"]:
+        return "the run had no --batch-invariant, so its bits may follow its batches"
+    if source["batch_invariant"] != engine.last_run["batch_invariant"]:
+        return "another kind of processor, or another release of flexgen-helm"
     there, here = ({**(found["hardware"] or {}), **(found["versions"] or {})} for found in (source, engine.last_run))
     for key in _KIND:
         old, new = there.get(key), here[key]

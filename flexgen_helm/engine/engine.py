@@ -29,6 +29,7 @@ from flexgen_helm.engine.device import (
 )
 from flexgen_helm.engine.device_trial import require_trial
 from flexgen_helm.engine.executor import Executor, LoadedModel, OnLogits
+from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
@@ -157,7 +158,7 @@ class Engine:
             is_proved,
             dict(checkpoint.rounded),
             {"applied": generation.applied, "ignored": generation.ignored},
-            options.batch_invariant,
+            what_decides_bits(options),
         )
         self._model = LoadedModel(
             self.config,

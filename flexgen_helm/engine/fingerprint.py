@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
@@ -30,14 +31,19 @@ def engine_fingerprint(
     options: EngineConfig,
     device_type: str,
     dtype: torch.dtype,
+    bits: Sequence[str] | None = None,
 ) -> str:
     """Return the digest by which responses are cached: of all that a result depends on besides the request.
 
     Where modules of `transformers` compute, their files are part of it.
+    bits: of another machine (`what_decides_bits`); None for those of this one.
     """
+    bits = what_decides_bits(options) if bits is None else bits
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
-    return _digest(checkpoint.fingerprint, tokenizer, options, (device_type, *code, *_texts(generation)), str(dtype))
+    return _digest(
+        checkpoint.fingerprint, tokenizer, options, (device_type, *code, *_texts(generation)), str(dtype), bits
+    )
 
 
 def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
@@ -55,7 +61,19 @@ def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: Engi
         return None
     path = path.parent if path.suffix == ".safetensors" else path
     generation = read_generation_settings(path if path.is_dir() else None, options.generation_config)
-    return _digest(weights, Tokenizer.from_path(path), options, (device, *_texts(generation)), "torch.float32")
+    return _digest(
+        weights,
+        Tokenizer.from_path(path),
+        options,
+        (device, *_texts(generation)),
+        "torch.float32",
+        what_decides_bits(options),
+    )
+
+
+def what_decides_bits(options: EngineConfig) -> tuple[str, ...]:
+    """Return what decides the bits of answers that do not follow their batch: processor, and digests of the loops."""
+    return (processor_kind(), own_digest("kernels"), own_digest("quant")) if options.batch_invariant else ()
 
 
 def _texts(generation: GenerationSettings) -> tuple[str, ...]:
@@ -69,10 +87,10 @@ def _digest(
     options: EngineConfig,
     components: tuple[str, ...],
     dtype: str,
+    bits: Sequence[str],
 ) -> str:
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
-    bits = (processor_kind(), own_digest("kernels"), own_digest("quant")) if options.batch_invariant else ()
     precision = options.chosen_precision.label
     known = text_of((RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified, *bits))
     # The dtype has no quotes, as torch prints it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,15 +106,18 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: En
 
 
 def fingerprint_elsewhere(
-    name_or_path: str | os.PathLike[str], options: EngineConfig, device: str, dtype: str
+    name_or_path: str | os.PathLike[str], options: EngineConfig, device: str, dtype: str, bits: Sequence[str]
 ) -> str | None:
-    """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None for no such type."""
+    """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None for no such type.
+
+    bits: what decides them there (`what_decides_bits`).
+    """
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         return None
     checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
     device_type = "cpu" if device == "sim" else device.partition(":")[0]
-    return engine_fingerprint(checkpoint, tokenizer, options, device_type, kind)
+    return engine_fingerprint(checkpoint, tokenizer, options, device_type, kind, bits)
 
 
 def _open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:

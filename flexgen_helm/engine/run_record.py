@@ -35,7 +35,7 @@ class EngineIdentity:
     experts: of the model; None for one without.
     generation_config: settings of the model's folder that were applied, and those that were ignored.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
-    batch_invariant: the option; answers have the same bits in any run.
+    batch_invariant: what decides the bits of answers that do not follow their batch; empty without the option.
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16 bits.
     """
 
@@ -53,7 +53,7 @@ class EngineIdentity:
     is_proved: bool | None = None
     rounded: Mapping[str, float] = field(default_factory=dict)
     generation_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    batch_invariant: bool = False
+    batch_invariant: Sequence[str] = ()
 
 
 def run_record(
@@ -113,7 +113,7 @@ def run_record(
             "memory_bytes": psutil.virtual_memory().total,
         },
         "proved": engine.is_proved,
-        "batch_invariant": engine.batch_invariant,
+        "batch_invariant": list(engine.batch_invariant) or None,
         "rounded_weights": dict(engine.rounded),
         "generation_config": engine.generation_config,
         "versions": versions(),

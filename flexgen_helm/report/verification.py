@@ -31,7 +31,7 @@ _ANSWER = {"text": str, "thinking": (str,), "end": (str,), "tokens": [str], "log
 _LINE = {"source": int, "name": str, "echoed": int, "request": _REQUEST, "answers": [_ANSWER]}
 _SOURCE = {
     "model": str, "precision": str, "fingerprint": str, "origin": (str,), "hardware": (dict,), "versions": (dict,),
-    "generation_config": (dict,), "chat_template": (dict,),
+    "generation_config": (dict,), "chat_template": (dict,), "batch_invariant": ([str],),
 }  # fmt: skip
 _CONTENT = {"suite": str, "population": int, "drawn": int, "seed": int, "sources": [_SOURCE], "sha256": str}
 SOURCE_KEYS = tuple(_SOURCE)

@@ -39,7 +39,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def suite(folder):
     entries = [f"{entry}model=flexgen/tiny" for entry in ENTRIES]
-    return run_suite(folder, *entries, instances=5, more=("--precision", "fp16,8bit", "--system-prompt", "Be brief."))
+    return run_suite(
+        folder,
+        *entries,
+        instances=5,
+        more=("--precision", "fp16,8bit", "--system-prompt", "Be brief.", "--batch-invariant"),
+    )
 
 
 @pytest.fixture
@@ -108,8 +113,12 @@ def test_a_changed_answer_is_found_where_it_is_drawn(verify, suite, change):
         ({"hardware": {"name": "another"}}, "5 of 5 answers equal within 0.0001 (name: 'another' in the record, "),
         ({"versions": {"torch": "2.0.0"}}, "5 of 5 answers equal within 0.0001 (torch: '2.0.0' in the record, "),
         (
-            {"hardware": {"device": "cuda:0", "compute_dtype": "float16"}, "fingerprint": "of a GPU"},
-            "5 of 5 answers equal within 0.0001 (device: 'cuda:0' in the record, 'cpu' here",
+            {"hardware": {"device": "cuda:0", "compute_dtype": "float16"}, "batch_invariant": None, "fingerprint": ""},
+            "5 of 5 answers equal within 0.0001 (the run had no --batch-invariant, ",
+        ),
+        (
+            {"batch_invariant": ["z80", "0", "1"], "fingerprint": ""},
+            "5 of 5 answers equal within 0.0001 (another kind of processor, ",
         ),
         ({"fingerprint": "0123456789abcdef"}, "has the fingerprint '0123456789ab' in the record and '"),
     ],
@@ -118,9 +127,11 @@ def test_records_of_other_machines(verify, suite, folder, change, sentence):
     def apply(record):
         for key, value in change.items():
             record[key] = {**record[key], **value} if isinstance(value, dict) else value
-        if record["fingerprint"] == "of a GPU":
+        if not record["fingerprint"]:
             options = EngineConfig(precision="fp16", system_prompt="Be brief.")
-            record["fingerprint"] = fingerprint_elsewhere(str(folder / "model"), options, "cuda:0", "float16")
+            device, dtype = (record["hardware"][key] for key in ("device", "compute_dtype"))
+            bits = record["batch_invariant"] or ()
+            record["fingerprint"] = fingerprint_elsewhere(str(folder / "model"), options, device, dtype, bits)
 
     done = verify(changed(suite, apply, "flexgen_run.json"), "--sample", "100%")
     assert sentence in done.stdout + done.stderr
