@@ -189,10 +189,10 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     from flexgen_helm.engine.opening import fingerprint_elsewhere
 
     recorded = source["fingerprint"]
-    kind = [str((source["hardware"] or {}).get(key)) for key in ("device", "compute_dtype")]
-    if recorded != engine.fingerprint and recorded != fingerprint_elsewhere(
-        model.path, model.config, *kind, source["batch_invariant"] or ()
-    ):
+    device, dtype = (str((source["hardware"] or {}).get(key)) for key in ("device", "compute_dtype"))
+    bits = source["batch_invariant"] or ()
+    elsewhere = fingerprint_elsewhere(model.path, model.config, device, dtype, bits)
+    if recorded not in (engine.fingerprint, elsewhere):
         raise UsageError(
             f"{source['model']!r} in {source['precision']!r} has the fingerprint {recorded[:12]!r} in the record and "
             f"{engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
