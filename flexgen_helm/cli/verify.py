@@ -37,7 +37,7 @@ TRANSFORMERS_TOLERANCE = 1e-3
 _KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
 # Characters that are shown of a text.
-_SHOWN = 70
+_SHOWN = 90
 
 
 class Reference(StrEnum):
@@ -126,7 +126,8 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
     from flexgen_helm.checkpoint.fetch import local_weights
     from flexgen_helm.plugin.model_names import find_model
 
-    chat, name = source.chat_template or {}, names.without_digest(source.model)
+    name = names.without_digest(source.model)
+    chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
     given = {"path": model, "precision": source.precision, "apply_chat_template": chat.get("applied")}
     given |= {"chat_template_kwargs": chat.get("kwargs") or None}
     given |= {key: chat.get(key) for key in ("system_prompt", "thinking_budget")}
@@ -139,8 +140,8 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
         is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
-                f"the bundle's model {name!r} from {source.origin!r} is not on this machine by that name; fetch it "
-                "with flexgen-helm fetch, or say with --model where it is"
+                f"the bundle's model {_short(name)} from {_short(source.origin)} is not on this machine by that "
+                "name; fetch it with flexgen-helm fetch, or say with --model where it is"
             )
     return find_model(name, given, engine)
 
@@ -150,7 +151,8 @@ def _by_model(
 ) -> Iterator[tuple[ModelArguments, list[DrawnAnswer]]]:
     """Yield answers by what must be loaded for them; models: of the sources."""
     for model in dict.fromkeys(found.engine_key for found in models):
-        yield model, [answer for answer in drawn if models[answer.source].engine_key == model]
+        if answers := [answer for answer in drawn if models[answer.source].engine_key == model]:
+            yield model, answers
 
 
 def _checked(drawn: DrawnAnswer, prompt: str, computed: Sequence[Answer], tolerance: float, why: str) -> Checked:
@@ -181,7 +183,7 @@ def _by_engine(
                 with silenced():
                     (result,) = engine.run([answer.request])
                 if result.error is not None or engine.tokenizer is None:
-                    raise UsageError(f"{answer.name!r} cannot be computed by {model.path}: {result.error}")
+                    raise UsageError(f"{_short(answer.name)} cannot be computed by {model.path}: {result.error}")
                 why = _another_kind(sources[answer.source], engine)
                 prompt = engine.tokenizer.decode(result.prompt_token_ids)
                 computed = answers_of(answer, result, engine.tokenizer)
@@ -195,9 +197,9 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     kind = [str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype")]
     if recorded != engine.fingerprint and recorded != fingerprint_elsewhere(model.path, model.config, *kind):
         raise UsageError(
-            f"{source.model!r} in {source.precision!r} has the fingerprint {str(recorded)[:12]!r} in the record and "
-            f"{engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
-            f"than {source.versions!r}; say with --model where the right one is"
+            f"{_short(source.model)} in {source.precision} has the fingerprint {str(recorded)[:12]!r} in the record "
+            f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
+            f"than {_short((source.versions or {}).get('flexgen-helm'))}; say with --model where the right one is"
         )
 
 
@@ -211,7 +213,7 @@ def _another_kind(source: Source, engine: Engine) -> str:
         if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
             old, new = {**new, **old}, {**old, **new}
         if old != new:
-            return f"{key}: {old!r} in the record, {new!r} here"
+            return f"{key}: {_short(old)} in the record, {_short(new)} here"
     return ""
 
 
@@ -245,15 +247,15 @@ def _by_transformers(
 
 def _describe(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
-    lines = [f"{checked['name']!r} differs, log-probabilities by up to {checked['largest_difference']:.3g}"]
+    lines = [f"{_short(checked['name'])} differs, log-probabilities by up to {checked['largest_difference']:.3g}"]
     lines += [f"  prompt    {_short(checked['prompt'])}"]
     for key in ("recorded", "computed"):
         lines += [f"  {key}  {_short(answer['text'])} {_short(answer['end'])}" for answer in checked[key]]
     return "\n".join(lines)
 
 
-def _short(text: str) -> str:
-    shown = repr(text)  # without what a terminal obeys
+def _short(value: object) -> str:
+    shown = repr(value)  # without what a terminal obeys
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
@@ -268,7 +270,7 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_b
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
     every = f"{manifest.population:,} answers"
-    every = f"the {every} of {manifest.suite!r}" if is_bundle else f"this suite's {every}"
+    every = f"the {every} of {_short(manifest.suite)}" if is_bundle else f"this suite's {every}"
     if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
     return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])

@@ -163,12 +163,17 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
     for change, why in (
         ({"fingerprint": "0" * 64}, "has the fingerprint '000000000000' in the record"),
         ({"model": "nobody--nothing"}, "the bundle's model 'nobody--nothing' from "),
+        ({"precision": "x"}, "precision 'x' is not available"),
         ({"model": "model"}, "the bundle's model 'model' from "),  # a folder where the command runs
     ):
         lies = replace(manifest, sources=[replace(source, **change) for source in manifest.sources])
         write_bundle(path, lies, drawn)
         done = verify(bundle)
         assert done.returncode == 2 and why in done.stderr and len(done.stderr.splitlines()) < 12, done.stderr
+    odd = {"hardware": {"name": "x" * 9999, "loops": 3}, "chat_template": {"kwargs": 5}, "versions": {"torch": 1}}
+    write_bundle(path, replace(manifest, sources=[replace(source, **odd) for source in manifest.sources]), drawn)
+    done = verify(bundle)
+    assert done.returncode == 0 and "equal within 0.0001 (name: 'xxx" in done.stdout and len(done.stdout) < 999
     write_bundle(path, manifest, [replace(drawn[0], request=replace(drawn[0].request, prompt_token_ids=[1 << 40]))])
     done = verify(bundle)
     assert done.returncode == 2 and "cannot be computed" in done.stderr
