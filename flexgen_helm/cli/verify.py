@@ -198,8 +198,8 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     if recorded != engine.fingerprint and recorded != fingerprint_elsewhere(model.path, model.config, *kind):
         raise UsageError(
             f"{_short(source.model)} in {source.precision} has the fingerprint {str(recorded)[:12]!r} in the record "
-            f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
-            f"than {_short((source.versions or {}).get('flexgen-helm'))}; say with --model where the right one is"
+            f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "
+            f"version than {_short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
         )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import tarfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
@@ -110,14 +111,12 @@ def is_equal(recorded: Sequence[Answer], computed: Sequence[Answer], tolerance: 
 def sample_size(asked: str | None, population: int) -> int:
     """Return how many answers to draw; asked: '1%' or a number. Raises `UsageError`."""
     text = asked or "1%"
-    try:
+    with suppress(ValueError):
         is_share = text.endswith("%")
         number = float(text[:-1]) / 100 * population if is_share else int(text)
-    except ValueError:
-        number = math.nan
-    if not (0 < number < math.inf) or (is_share and number > population):
-        raise UsageError(f"--sample is {text!r}; it must be a share such as 1% or a number such as 200")
-    return min(population, max(math.ceil(number - 1e-9), 1 if asked else 20))
+        if 0 < number < math.inf and (number <= population or not is_share):
+            return min(population, max(math.ceil(number - 1e-9), 1 if asked else 20))
+    raise UsageError(f"--sample is {text!r}; it must be a share such as 1% or a number such as 200")
 
 
 def upper_bound(differing: int, drawn: int, population: int) -> float:

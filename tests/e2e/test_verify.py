@@ -170,10 +170,16 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
         write_bundle(path, lies, drawn)
         done = verify(bundle)
         assert done.returncode == 2 and why in done.stderr and len(done.stderr.splitlines()) < 12, done.stderr
-    odd = {"hardware": {"name": "x" * 9999, "loops": 3}, "chat_template": {"kwargs": 5}, "versions": {"torch": 1}}
+    odd = {
+        "hardware": {"device": "cpu", "name": "x" * 9999, "loops": 3},
+        "chat_template": {"kwargs": 5},
+        "versions": {"torch": 1},
+    }
     write_bundle(path, replace(manifest, sources=[replace(source, **odd) for source in manifest.sources]), drawn)
     done = verify(bundle)
-    assert done.returncode == 0 and "equal within 0.0001 (name: 'xxx" in done.stdout and len(done.stdout) < 999
+    assert done.returncode == 0 and "equal within 0.0001 (name: 'xxx" in done.stdout and len(done.stdout) < 999, (
+        done.stdout
+    )
     write_bundle(path, manifest, [replace(drawn[0], request=replace(drawn[0].request, prompt_token_ids=[1 << 40]))])
     done = verify(bundle)
     assert done.returncode == 2 and "cannot be computed" in done.stderr
