@@ -81,7 +81,7 @@ def _scores(folder: Path, sequences: Sequence[Any]) -> Iterator[Any]:
 
     sequences: ids, start, where the answer begins, ids of which one should follow.
     """
-    command = [sys.executable, "-m", __name__, str(folder)]
+    command = [sys.executable, "-P", "-m", __name__, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as messages:
         asked.write("".join(json.dumps(sequence) + "\n" for sequence in sequences).encode())
