@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json
+from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     JsonFlag,
@@ -26,10 +26,9 @@ from flexgen_helm.progress import ProgressPhase, report, silenced
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.report.verification import DrawnAnswer
+    from flexgen_helm.report.verification import Answer, DrawnAnswer, Manifest, Source
     from flexgen_helm.service.models import ModelArguments
 
-Source = Mapping[str, Any]
 # An answer that was computed again, as --json prints it; a tolerance of 0 asks for equal bits.
 Checked = dict[str, Any]
 TOLERANCE = 1e-4
@@ -38,7 +37,7 @@ TRANSFORMERS_TOLERANCE = 1e-3
 _KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
 # Characters that are shown of a text.
-_SHOWN = 70
+_SHOWN = 90
 
 
 class Reference(StrEnum):
@@ -77,7 +76,8 @@ def verify(
     Example:
       flexgen-helm verify mine --sample 5% --bundle mine.tar.zst
     """
-    from flexgen_helm.report.verification import sample_size, upper_bound, write_bundle
+    from flexgen_helm.report.scores import finite, read_finished_runs
+    from flexgen_helm.report.verification import Manifest, read_bundle, sample_size, upper_bound, write_bundle
 
     check_engine_flags(engine)
     is_bundle = Path(suite).is_file()
@@ -88,33 +88,33 @@ def verify(
     if is_bundle:
         import numpy as np
 
-        from flexgen_helm.report.verification import read_bundle
-
         manifest, drawn = read_bundle(Path(suite))
         size = sample_size(sample or "100%", len(drawn))
         numbers = np.random.default_rng(seed).choice(len(drawn), size, replace=False)
         drawn = [drawn[number] for number in sorted(numbers)]
     else:
         from flexgen_helm.plugin.run_answers import draw_answers  # imports HELM
-        from flexgen_helm.report.scores import read_finished_runs
 
         sources, drawn, population = draw_answers(
             read_finished_runs(output_path / "runs" / suite), sample, seed, find_model
         )
-        manifest = {"suite": suite, "population": population, "seed": seed, "sources": sources}
-    models = [find_model(source) for source in manifest["sources"]]
+        manifest = Manifest(suite, population, seed, sources)
+    models = [find_model(source) for source in manifest.sources]
     checked: list[Checked] = []
-    for answer in (_by_transformers if reference else _by_engine)(manifest["sources"], models, drawn):
+    for answer in (_by_transformers if reference else _by_engine)(manifest.sources, models, drawn):
         checked.append(answer)
         report(ProgressPhase("verify", "", len(checked), len(drawn), "answer"))
     different = [answer for answer in checked if not answer["equal"]]
-    bound = upper_bound(len(different), len(drawn), manifest["population"])
+    bound = upper_bound(len(different), len(drawn), manifest.population)
     if as_json:
-        known = {key: manifest[key] for key in ("suite", "population")}
-        print_json({**known, "drawn": len(drawn), "different": len(different), "bound": bound, "answers": checked})
+        known: dict[str, Any] = {"suite": manifest.suite, "population": manifest.population}
+        known |= {"drawn": len(drawn), "different": len(different), "bound": bound, "answers": checked}
+        print_json(finite(known))
     else:
         print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest, is_bundle)]))
     if different:
+        if bundle is not None:
+            say(f"{bundle} is not written, because answers differ")
         raise typer.Exit(1)
     if bundle is not None:
         write_bundle(bundle, manifest, drawn)
@@ -126,21 +126,22 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
     from flexgen_helm.checkpoint.fetch import local_weights
     from flexgen_helm.plugin.model_names import find_model
 
-    chat, name = source["chat_template"] or {}, names.without_digest(source["model"])
-    given = {"path": model, "precision": source["precision"], "apply_chat_template": chat.get("applied")}
-    given |= {"chat_template_kwargs": chat.get("kwargs") or None, "batch_invariant": bool(source["batch_invariant"])}
+    name = names.without_digest(source.model)
+    chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
+    given = {"path": model, "precision": source.precision, "apply_chat_template": chat.get("applied")}
+    given |= {"chat_template_kwargs": chat.get("kwargs") or None, "batch_invariant": bool(source.batch_invariant)}
     given |= {key: chat.get(key) for key in ("system_prompt", "thinking_budget")}
     if model is None:
         resolved = names.resolve(name)
-        commit = _COMMIT.fullmatch(source["origin"] or "")
+        commit = _COMMIT.fullmatch(source.origin or "")
         if commit and commit[1] == resolved.hub_repo:
             given["revision"] = commit[2]
             resolved = replace(resolved, revision=commit[2])
         is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
-                f"the bundle's model {name!r} from {source['origin']!r} is not on this machine by that name; fetch it "
-                "with flexgen-helm fetch, or say with --model where it is"
+                f"the bundle's model {_short(name)} from {_short(source.origin)} is not on this machine by that "
+                "name; fetch it with flexgen-helm fetch, or say with --model where it is"
             )
     return find_model(name, given, engine)
 
@@ -150,16 +151,20 @@ def _by_model(
 ) -> Iterator[tuple[ModelArguments, list[DrawnAnswer]]]:
     """Yield answers by what must be loaded for them; models: of the sources."""
     for model in dict.fromkeys(found.engine_key for found in models):
-        yield model, [answer for answer in drawn if models[answer.source].engine_key == model]
+        if answers := [answer for answer in drawn if models[answer.source].engine_key == model]:
+            yield model, answers
 
 
-def _checked(
-    drawn: DrawnAnswer, prompt: str, computed: Sequence[Mapping[str, Any]], tolerance: float, why: str
-) -> Checked:
+def _checked(drawn: DrawnAnswer, prompt: str, computed: Sequence[Answer], tolerance: float, why: str) -> Checked:
     from flexgen_helm.report.verification import is_equal
 
     same, largest = is_equal(drawn.answers, computed, tolerance)
-    compared = {"recorded": drawn.answers, "computed": computed, "tolerance": tolerance, "why": why}
+    compared = {
+        "recorded": [*map(asdict, drawn.answers)],
+        "computed": [*map(asdict, computed)],
+        "tolerance": tolerance,
+        "why": why,
+    }
     return {"name": drawn.name, "prompt": prompt, "equal": same, "largest_difference": largest, **compared}
 
 
@@ -178,7 +183,7 @@ def _by_engine(
                 with silenced():
                     (result,) = engine.run([answer.request])
                 if result.error is not None or engine.tokenizer is None:
-                    raise UsageError(f"{answer.name!r} cannot be computed by {model.path}: {result.error}")
+                    raise UsageError(f"{_short(answer.name)} cannot be computed by {model.path}: {result.error}")
                 why = _another_kind(sources[answer.source], engine)
                 prompt = engine.tokenizer.decode(result.prompt_token_ids)
                 computed = answers_of(answer, result, engine.tokenizer)
@@ -188,31 +193,31 @@ def _by_engine(
 def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) -> None:
     from flexgen_helm.engine.opening import fingerprint_elsewhere
 
-    recorded = source["fingerprint"]
-    device, dtype = (str((source["hardware"] or {}).get(key)) for key in ("device", "compute_dtype"))
-    bits = source["batch_invariant"] or ()
-    elsewhere = fingerprint_elsewhere(model.path, model.config, device, dtype, bits)
-    if recorded not in (engine.fingerprint, elsewhere):
+    recorded, bits = source.fingerprint, source.batch_invariant or ()
+    device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
+    if recorded not in (engine.fingerprint, fingerprint_elsewhere(model.path, model.config, device, dtype, bits)):
         raise UsageError(
-            f"{source['model']!r} in {source['precision']!r} has the fingerprint {recorded[:12]!r} in the record and "
-            f"{engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another version "
-            f"than {source['versions']!r}; say with --model where the right one is"
+            f"{_short(source.model)} in {source.precision} has the fingerprint {str(recorded)[:12]!r} in the record "
+            f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "
+            f"version than {_short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
         )
 
 
 def _another_kind(source: Source, engine: Engine) -> str:
     """Return what of the record is not so here, and decides bits; "" if nothing is."""
-    if not source["batch_invariant"]:
+    if not source.batch_invariant:
         return "the run had no --batch-invariant, so its bits may follow its batches"
-    if source["batch_invariant"] != engine.last_run["batch_invariant"]:
+    if source.batch_invariant != engine.last_run["batch_invariant"]:
         return "another kind of processor, or another release of flexgen-helm"
-    there, here = ({**(found["hardware"] or {}), **(found["versions"] or {})} for found in (source, engine.last_run))
+    there, here = (
+        {**(found["hardware"] or {}), **(found["versions"] or {})} for found in (vars(source), engine.last_run)
+    )
     for key in _KIND:
         old, new = there.get(key), here[key]
         if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
             old, new = {**new, **old}, {**old, **new}
         if old != new:
-            return f"{key}: {old!r} in the record, {new!r} here"
+            return f"{key}: {_short(old)} in the record, {_short(new)} here"
     return ""
 
 
@@ -227,7 +232,7 @@ def _by_transformers(
     for model, answers in _by_model(models, drawn):
         path = fetch(model.path, model.revision)
         folder = path.parent if path.suffix == ".safetensors" else path
-        settings = [(sources[answer.source]["generation_config"] or {}).get("applied") for answer in answers]
+        settings = [(sources[answer.source].generation_config or {}).get("applied") for answer in answers]
         tokenizer = Tokenizer.from_path(folder)
         for reason, is_so in (
             (f"{model.config.precision} is another model", model.config.precision != "fp16"),
@@ -246,19 +251,19 @@ def _by_transformers(
 
 def _describe(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
-    lines = [f"{checked['name']!r} differs, log-probabilities by up to {checked['largest_difference']:.3g}"]
+    lines = [f"{_short(checked['name'])} differs, log-probabilities by up to {checked['largest_difference']:.3g}"]
     lines += [f"  prompt    {_short(checked['prompt'])}"]
     for key in ("recorded", "computed"):
         lines += [f"  {key}  {_short(answer['text'])} {_short(answer['end'])}" for answer in checked[key]]
     return "\n".join(lines)
 
 
-def _short(text: str) -> str:
-    shown = repr(text)  # without what a terminal obeys
+def _short(value: object) -> str:
+    shown = repr(value)  # without what a terminal obeys
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-def _sentence(checked: Sequence[Checked], bound: float, manifest: Mapping[str, Any], is_bundle: bool) -> str:
+def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_bundle: bool) -> str:
     from flexgen_helm.report.verification import share_above
 
     parts = []
@@ -268,8 +273,8 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Mapping[str, A
         way = f"within {alike[0]['tolerance']:g} ({why}; the largest difference is {largest:.2g})"
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
-    every = f"{manifest['population']:,} answers"
-    every = f"the {every} of {manifest['suite']!r}" if is_bundle else f"this suite's {every}"
-    if len(checked) == manifest["population"]:
+    every = f"{manifest.population:,} answers"
+    every = f"the {every} of {_short(manifest.suite)}" if is_bundle else f"this suite's {every}"
+    if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
     return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])

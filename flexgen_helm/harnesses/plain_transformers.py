@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,13 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.tokenizer.token_bytes import helm_bytes
 
 if TYPE_CHECKING:
-    from flexgen_helm.report.verification import DrawnAnswer
+    from flexgen_helm.report.verification import Answer, DrawnAnswer
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 def recomputed(
     folder: Path, tokenizer: Tokenizer, drawn: Sequence[DrawnAnswer], tolerance: float
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[Answer]]:
     """Yield the answers as `transformers` has them, given their tokens.
 
     tolerance: nats by which a greedy token, or the end, may be below the most probable token.
@@ -40,11 +41,11 @@ def recomputed(
             raise UsageError(f"a recorded token is {text[:60]!r}, which is none of {folder.name}; leave --with out")
         return ids[text]
 
-    def to_score(answer: DrawnAnswer, recorded: Mapping[str, Any]) -> tuple[list[int], int, int, list[int]]:
-        prompt, written = list(answer.request.prompt_token_ids or ()), recorded["tokens"][answer.echoed :]
-        if recorded["end"] == "stop":  # the text of the last token may have been cut
+    def to_score(answer: DrawnAnswer, recorded: Answer) -> tuple[list[int], int, int, list[int]]:
+        prompt, written = list(answer.request.prompt_token_ids or ()), recorded.tokens[answer.echoed :]
+        if recorded.end == "stop":  # the text of the last token may have been cut
             written = written[:-1]
-        ends = sorted(tokenizer.eos_ids) if recorded["end"] == "endoftext" else []
+        ends = sorted(tokenizer.eos_ids) if recorded.end == "endoftext" else []
         # The first token of all has no log-probability.
         return prompt + list(map(id_of, written)), max(1, len(prompt) - answer.echoed), len(prompt), ends
 
@@ -55,28 +56,24 @@ def recomputed(
 
 def _computed(
     drawn: DrawnAnswer,
-    recorded: Mapping[str, Any],
+    recorded: Answer,
     scored: tuple[list[float], float],
     tokenizer: Tokenizer,
     tolerance: float,
-) -> dict[str, Any]:
+) -> Answer:
     logprobs, shortfall = scored
-    prompt, end = drawn.request.prompt_token_ids or (), recorded["end"]
-    echoed, written = tokenizer.token_texts(prompt[len(prompt) - drawn.echoed :]), recorded["tokens"][drawn.echoed :]
+    prompt, end = drawn.request.prompt_token_ids or (), recorded.end
+    echoed, written = tokenizer.token_texts(prompt[len(prompt) - drawn.echoed :]), recorded.tokens[drawn.echoed :]
     if drawn.request.temperature == 0 and shortfall > tolerance:
         end = f"{shortfall:.3g} nats below the most probable token"
     elif end == "length" and len(written) != drawn.request.max_tokens:
         end = f"{len(written)} tokens of {drawn.request.max_tokens}"
     # What is not computed: the first token of all, and one that was cut.
     first = drawn.echoed == len(prompt)
-    logprobs = [*recorded["logprobs"][:first], *logprobs]
-    return {
-        "text": b"".join(map(helm_bytes, written)).decode(errors="replace"),
-        "thinking": None,
-        "end": end,
-        "tokens": [*echoed, *written],
-        "logprobs": logprobs + recorded["logprobs"][len(logprobs) :],
-    }
+    logprobs = [*recorded.logprobs[:first], *logprobs]
+    logprobs += recorded.logprobs[len(logprobs) :]
+    text = b"".join(map(helm_bytes, written)).decode(errors="replace")
+    return replace(recorded, text=text, end=end, tokens=[*echoed, *written], logprobs=logprobs, logprob=None)
 
 
 def _scores(folder: Path, sequences: Sequence[Any]) -> Iterator[Any]:
@@ -84,7 +81,7 @@ def _scores(folder: Path, sequences: Sequence[Any]) -> Iterator[Any]:
 
     sequences: ids, start, where the answer begins, ids of which one should follow.
     """
-    command = [sys.executable, "-m", __name__, str(folder)]
+    command = [sys.executable, "-P", "-m", __name__, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as messages:
         asked.write("".join(json.dumps(sequence) + "\n" for sequence in sequences).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from flexgen_helm.plugin.convert import (
 )
 from flexgen_helm.report.answers import STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores
-from flexgen_helm.report.verification import SOURCE_KEYS, DrawnAnswer, sample_size
+from flexgen_helm.report.verification import Answer, DrawnAnswer, Source, sample_size
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
@@ -113,11 +114,11 @@ def _scored_tokens(
 
 
 def draw_answers(
-    runs: Sequence[RunScores], sample: str | None, seed: int, find_model: Callable[[Mapping[str, Any]], ModelArguments]
-) -> tuple[list[dict[str, Any]], list[DrawnAnswer], int]:
+    runs: Sequence[RunScores], sample: str | None, seed: int, find_model: Callable[[Source], ModelArguments]
+) -> tuple[list[Source], list[DrawnAnswer], int]:
     """Draw answers of finished runs at random, without replacement.
 
-    sample: as of `sample_size`. find_model: returns the model of a run's record.
+    sample: as of `sample_size`. find_model: returns the model of a run.
     Returns what is recorded of the runs, the answers, and of how many they were drawn.
     Raises `UsageError` for a file of HELM that is damaged, and where nothing was answered.
     """
@@ -125,15 +126,15 @@ def draw_answers(
     if not (population := sum(counts)):
         raise UsageError("the suite has no answer of a flexgen model; run it to its end first")
     numbers = np.random.default_rng(seed).choice(population, sample_size(sample, population), replace=False)
-    sources: list[dict[str, Any]] = []
+    sources: list[Source] = []
     drawn = []
     for run, end, length in zip(runs, np.cumsum(counts), counts):
         if len(of_run := np.sort(numbers[(numbers >= end - length) & (numbers < end)])):
-            model, states = find_model(run.run), _successful_states(run)
-            drawn += [
-                _drawn_answer(run, states[number - end + length], model, len(sources)) for number in of_run.tolist()
-            ]
-            sources.append({key: run.run.get(key) for key in SOURCE_KEYS})
+            known: dict[str, Any] = {field.name: run.run.get(field.name) for field in fields(Source)}
+            source = Source(**known)
+            model, states = find_model(source), _successful_states(run)
+            drawn += [_drawn_answer(run, states[number], model, len(sources)) for number in of_run - end + length]
+            sources.append(source)
     return sources, drawn, population
 
 
@@ -159,16 +160,11 @@ def _drawn_answer(run: RunScores, state: Mapping[str, Any], model: ModelArgument
     return DrawnAnswer(source, name, len(asked.echo_ids) if echo else 0, asked.request, answers)
 
 
-def _recorded(output: Mapping[str, Any], echo: str) -> dict[str, Any]:
-    """Return a completion of HELM's file in the terms of `answers_of`; echo: the prompt in front of its text."""
-    thinking, tokens = output.get("thinking"), output["tokens"]
+def _recorded(output: Mapping[str, Any], echo: str) -> Answer:
+    """Return a completion of HELM's file; echo: the prompt in front of its text."""
+    thinking, end, tokens = output.get("thinking"), output["finish_reason"]["reason"], output["tokens"]
     logprobs = [token["logprob"] for token in tokens]
-    return {
-        "text": output["text"].removeprefix(echo),
-        "thinking": thinking and thinking["text"],
-        "end": output["finish_reason"]["reason"],
-        "tokens": [token["text"] for token in tokens],
-        "logprobs": logprobs,
-        # HELM's metrics read the sum: one that is not of these tokens makes the answer another one.
-        **({} if output["logprob"] == sum(logprobs) else {"logprob": output["logprob"]}),
-    }
+    # HELM's metrics read the sum.
+    total = None if output["logprob"] == sum(logprobs) else output["logprob"]
+    texts = [token["text"] for token in tokens]
+    return Answer(output["text"].removeprefix(echo), thinking and thinking["text"], end, texts, logprobs, total)

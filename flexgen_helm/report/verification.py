@@ -6,93 +6,118 @@ import hashlib
 import json
 import math
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import FiniteFloat, TypeAdapter
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import naming, size
-from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingFormat
+from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.tokenizer.thinking import split_thinking
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95
-_FORMAT = 1
 _MANIFEST, _LINES = "manifest.json", "answers.jsonl"
 _LIMITS = {_MANIFEST: 1 << 20, _LINES: 1 << 28}
-# What JSON must be: a type, a mapping or a list of such, or (something,) that may be null.
-_REQUEST = {
-    "prompt_token_ids": [int], "max_tokens": int, "temperature": float, "top_p": float, "seed": int, "stop": [str],
-    "n": int, "echo_logprobs": bool, "thinking": ({"begins_inside": bool, "budget": (int,), "end_ids": [int]},),
-}  # fmt: skip
-_ANSWER = {"text": str, "thinking": (str,), "end": (str,), "tokens": [str], "logprobs": [float]}
-_LINE = {"source": int, "name": str, "echoed": int, "request": _REQUEST, "answers": [_ANSWER]}
-_SOURCE = {
-    "model": str, "precision": str, "fingerprint": str, "origin": (str,), "hardware": (dict,), "versions": (dict,),
-    "generation_config": (dict,), "chat_template": (dict,), "batch_invariant": ([str],),
-}  # fmt: skip
-_CONTENT = {"suite": str, "population": int, "drawn": int, "seed": int, "sources": [_SOURCE], "sha256": str}
-SOURCE_KEYS = tuple(_SOURCE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is recorded of a run, as `flexgen_run.json` has it."""
+
+    model: str
+    precision: str
+    fingerprint: str
+    origin: str | None
+    hardware: dict[str, Any] | None
+    versions: dict[str, Any] | None
+    generation_config: dict[str, Any] | None
+    chat_template: dict[str, Any] | None
+    batch_invariant: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion, of which thinking is apart.
+
+    end: why it ended. tokens: texts, as HELM spells them. logprob: their sum, only if another one is recorded.
+    """
+
+    text: str
+    thinking: str | None
+    end: str | None
+    tokens: list[str]
+    logprobs: list[FiniteFloat]
+    logprob: float | None = None
 
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """A recorded answer, and the request in token ids that it is computed from.
+    """Recorded answers, and the request in token ids that they are computed from.
 
-    source: index of the record of the run.
-    echoed: tokens of the prompt's end that the answers begin with, with log-probabilities.
-    answers: as `answers_of` makes them.
+    source: index of what is recorded of the run.
+    echoed: tokens of the prompt's end with which an answer's tokens begin.
     """
 
     source: int
     name: str
     echoed: int
     request: GenerationRequest
-    answers: Sequence[Mapping[str, Any]]
+    answers: list[Answer]
 
 
-def answers_of(drawn: DrawnAnswer, result: GenerationResult, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return computed answers as they are compared: text, thinking, end, tokens, logprobs."""
+@dataclass(frozen=True)
+class Manifest:
+    """What a sample was drawn from.
+
+    population: answers of the suite. sha256: of a bundle's lines.
+    """
+
+    suite: str
+    population: int
+    seed: int
+    sources: list[Source]
+    format: Literal[1] = 1
+    sha256: str = ""
+
+
+def answers_of(drawn: DrawnAnswer, result: GenerationResult, tokenizer: Tokenizer) -> list[Answer]:
+    """Return computed answers as they are recorded."""
     start = len(result.prompt_token_ids) - drawn.echoed
-    ids, scores = result.prompt_token_ids[start:], (result.prompt_logprobs or ())[start:]
+    texts = tokenizer.token_texts(result.prompt_token_ids[start:])
+    scores = [score or 0.0 for score in (result.prompt_logprobs or ())[start:]]
     found = []
-    for completion in result.completions:
+    for answer in result.completions:
         thinking = None
         if drawn.request.thinking is not None:
-            thinking, completion = split_thinking(completion, drawn.request.thinking.begins_inside)
-        found.append({
-            "text": completion.text,
-            "thinking": thinking,
-            "end": completion.finish_reason,
-            "tokens": [*tokenizer.token_texts(ids), *completion.tokens],
-            "logprobs": [float(score or 0.0) for score in (*scores, *completion.logprobs)],
-        })  # fmt: skip
+            thinking, answer = split_thinking(answer, drawn.request.thinking.begins_inside)
+        tokens, logprobs = [*texts, *answer.tokens], [*scores, *answer.logprobs]
+        found.append(Answer(answer.text, thinking, answer.finish_reason, tokens, logprobs))
     return found
 
 
-def is_equal(
-    recorded: Sequence[Mapping[str, Any]], computed: Sequence[Mapping[str, Any]], tolerance: float
-) -> tuple[bool, float]:
+def is_equal(recorded: Sequence[Answer], computed: Sequence[Answer], tolerance: float) -> tuple[bool, float]:
     """Return whether answers are equal, and the largest difference of a log-probability."""
-    pairs = [pair for answers in zip(recorded, computed) for pair in zip(*(answer["logprobs"] for answer in answers))]
+    pairs = [pair for old, new in zip(recorded, computed) for pair in zip(old.logprobs, new.logprobs)]
     largest = max((abs(old - new) for old, new in pairs), default=0.0)
-    old, new = ([{**answer, "logprobs": len(answer["logprobs"])} for answer in found] for found in (recorded, computed))
+    old, new = ([(len(one.logprobs), replace(one, logprobs=[])) for one in found] for found in (recorded, computed))
     return bool(old) and old == new and all(abs(a - b) <= tolerance for a, b in pairs), largest
 
 
 def sample_size(asked: str | None, population: int) -> int:
     """Return how many answers to draw; asked: '1%' or a number. Raises `UsageError`."""
     text = asked or "1%"
-    try:
+    with suppress(ValueError):
         is_share = text.endswith("%")
         number = float(text[:-1]) / 100 * population if is_share else int(text)
-    except ValueError:
-        number = math.nan
-    if not (0 < number < math.inf) or (is_share and number > population):
-        raise UsageError(f"--sample is {text!r}; it must be a share such as 1% or a number such as 200")
-    return min(population, max(math.ceil(number - 1e-9), 1 if asked else 20))
+        if 0 < number < math.inf and (number <= population or not is_share):
+            return min(population, max(math.ceil(number - 1e-9), 1 if asked else 20))
+    raise UsageError(f"--sample is {text!r}; it must be a share such as 1% or a number such as 200")
 
 
 def upper_bound(differing: int, drawn: int, population: int) -> float:
@@ -112,18 +137,14 @@ def share_above(share: float) -> str:
 # Bundles: a tar file with two members, compressed by Zstandard.
 
 
-def write_bundle(path: Path, manifest: Mapping[str, Any], drawn: Sequence[DrawnAnswer]) -> None:
-    """Write a bundle; manifest: without what follows from the answers. Raises `FlexgenError` if that cannot be done."""
+def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[DrawnAnswer]) -> None:
+    """Write a bundle. Raises `FlexgenError` for one that would be too large to read."""
     import zstandard
 
-    content = list(map(asdict, drawn))
-    for line in content:
-        line["request"] = {name: line["request"][name] for name in _REQUEST}
-    lines = "".join(json.dumps(line) + "\n" for line in content).encode()
-    manifest = {"format": _FORMAT, **manifest, "drawn": len(drawn), "sha256": hashlib.sha256(lines).hexdigest()}
-    members = {_MANIFEST: json.dumps(manifest, indent=2).encode(), _LINES: lines}
+    lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in drawn).encode()
+    manifest = replace(manifest, sha256=hashlib.sha256(lines).hexdigest())
     packed = b""
-    for name, data in members.items():
+    for name, data in ((_MANIFEST, json.dumps(asdict(manifest), indent=2).encode()), (_LINES, lines)):
         if len(data) > _LIMITS[name]:
             raise FlexgenError(f"{name} would have {size(len(data))}, and a bundle's has {size(_LIMITS[name])} at most")
         packed += _header(name, len(data)) + data + bytes(-len(data) % 512)
@@ -137,7 +158,7 @@ def _header(name: str, length: int) -> bytes:
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-def read_bundle(path: Path) -> tuple[dict[str, Any], list[DrawnAnswer]]:
+def read_bundle(path: Path) -> tuple[Manifest, list[DrawnAnswer]]:
     """Return the manifest and the answers of a bundle. Raises `UsageError` for what `write_bundle` does not write.
 
     Nothing is unpacked to the disk, and no more is decompressed than a bundle may have.
@@ -150,18 +171,21 @@ def read_bundle(path: Path) -> tuple[dict[str, Any], list[DrawnAnswer]]:
             content, lines = (_read_member(reader, name) for name in _LIMITS)
             if reader.read(1025) != bytes(1024):
                 raise ValueError("it goes on behind its two members")
-        manifest = json.loads(content)
-        if isinstance(manifest, dict) and manifest.pop("format", None) != _FORMAT:
-            raise ValueError(f"its format is not {_FORMAT}, which this version of flexgen-helm reads")
-        _require(manifest, _CONTENT, _MANIFEST)
-        if hashlib.sha256(lines).hexdigest() != manifest["sha256"]:
+        manifest = TypeAdapter(Manifest).validate_json(content, strict=True)
+        drawn = [TypeAdapter(DrawnAnswer).validate_json(line, strict=True) for line in lines.splitlines()]
+        for answer in drawn:
+            answer.request.validate()
+            prompt, is_short = answer.request.prompt_token_ids, manifest.population < len(drawn)
+            wrong = any(len(one.tokens) != len(one.logprobs) for one in answer.answers)
+            is_known = 0 <= answer.source < len(manifest.sources)
+            if wrong or is_short or not is_known or not 0 <= answer.echoed <= len(prompt or ()):
+                raise ValueError(f"{answer.name[:60]!r} contradicts itself or {_MANIFEST}")
+        if hashlib.sha256(lines).hexdigest() != manifest.sha256 or not drawn:
             raise ValueError(f"the SHA-256 of {_LINES} is not that of {_MANIFEST}")
-        drawn = [_read_line(line, number, manifest) for number, line in enumerate(lines.splitlines(), 1)]
-        if not 0 < len(drawn) == manifest["drawn"] <= manifest["population"]:
-            raise ValueError(f"it has {len(drawn):,} answers, and its manifest says {manifest['drawn']:,}")
         return manifest, drawn
-    except (OSError, ValueError, RecursionError, RequestError, zstandard.ZstdError) as error:
-        raise UsageError(f"{path} is no bundle as verify writes it: {str(error) or type(error).__name__}") from None
+    except (OSError, ValueError, RequestError, zstandard.ZstdError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UsageError(f"{path} is no bundle as verify writes it: {why or type(error).__name__}") from None
 
 
 def _read_member(reader: Any, name: str) -> bytes:
@@ -175,40 +199,3 @@ def _read_member(reader: Any, name: str) -> bytes:
     if len(content) < length:
         raise ValueError(f"{name} ends after {size(len(content))} of {size(length)}")
     return content[:length]
-
-
-def _read_line(text: bytes, number: int, manifest: Mapping[str, Any]) -> DrawnAnswer:
-    line = json.loads(text)
-    _require(line, _LINE, f"line {number}")
-    request, thinking = line["request"], line["request"]["thinking"]
-    if thinking is not None:
-        request["thinking"] = ThinkingFormat(**{**thinking, "end_ids": tuple(thinking["end_ids"])})
-    drawn = DrawnAnswer(**{**line, "request": GenerationRequest(**request)})
-    drawn.request.validate()
-    is_whole = all(len(answer["tokens"]) == len(answer["logprobs"]) for answer in drawn.answers)
-    if not (
-        is_whole
-        and 0 <= drawn.source < len(manifest["sources"])
-        and 0 <= drawn.echoed <= len(request["prompt_token_ids"])
-    ):
-        raise ValueError(f"line {number} contradicts itself")
-    return drawn
-
-
-def _require(value: Any, shape: Any, name: str) -> None:
-    """Raise ValueError with the name of what is not of the shape."""
-    if isinstance(shape, tuple):
-        if value is not None:
-            _require(value, shape[0], name)
-        return
-    kind: Any = shape if isinstance(shape, type) else type(shape)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{name} is {repr(value)[:60]}, no {kind.__name__}")
-    if isinstance(shape, list):
-        for item in value:
-            _require(item, shape[0], name)
-    elif isinstance(shape, dict):
-        if set(value) != set(shape):
-            raise ValueError(f"{name} has the keys {repr(sorted(value))[:200]}, not {sorted(shape)}")
-        for key, part in shape.items():
-            _require(value[key], part, f"{key} of {name}")

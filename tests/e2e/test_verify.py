@@ -19,7 +19,13 @@ from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
 from tests.helpers.real_runs import flexgen_helm, run_suite
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
-ENTRIES = ("simple_classification:", "lambada:mode=accuracy,", "lambada:mode=perplexity,", "wikitext:max_length=50,")
+ENTRIES = (
+    "simple_classification:",
+    "simple_mcqa_scored:",
+    "lambada:mode=accuracy,",
+    "lambada:mode=perplexity,",
+    "wikitext:max_length=50,",
+)
 RUN = "lambada:mode=accuracy,model=flexgen_tiny"
 
 
@@ -97,8 +103,8 @@ def _end(completion):
 @pytest.mark.parametrize("change", [_text, _last_bit, _sum, _end])
 def test_a_changed_answer_is_found_where_it_is_drawn(verify, suite, change):
     name = changed(suite, lambda content: change(content["request_states"][1]["result"]["completions"][0]))
-    done = verify(name, "--sample", "100%")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = verify(name, "--sample", "100%", "--bundle", "b.tar.zst")
+    assert done.returncode == 1 and "b.tar.zst is not written" in done.stderr, done.stdout + done.stderr
     assert done.stdout.count("differs") == 1 and "prompt    '" in done.stdout and "recorded  '" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last == "4 of 5 answers equal to the bit; these are all of this suite's 5 answers"
@@ -171,16 +177,26 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
     named = verify(bundle, "--sample", "3", "--model", str(folder / "model"))
     assert named.returncode == 0 and named.stdout.startswith("3 of 3 answers equal to the bit; with 95 % confidence")
     manifest, drawn = read_bundle(path)
-    sources = manifest["sources"]
     for change, why in (
         ({"fingerprint": "0" * 64}, "has the fingerprint '000000000000' in the record"),
         ({"model": "nobody--nothing"}, "the bundle's model 'nobody--nothing' from "),
+        ({"precision": "x"}, "precision 'x' is not available"),
         ({"model": "model"}, "the bundle's model 'model' from "),  # a folder where the command runs
     ):
-        lies = {**manifest, "sources": [{**source, **change} for source in sources]}
+        lies = replace(manifest, sources=[replace(source, **change) for source in manifest.sources])
         write_bundle(path, lies, drawn)
         done = verify(bundle)
         assert done.returncode == 2 and why in done.stderr and len(done.stderr.splitlines()) < 12, done.stderr
+    odd = {
+        "hardware": {"device": "cpu", "name": "x" * 9999, "loops": 3},
+        "chat_template": {"kwargs": 5},
+        "versions": {"torch": 1},
+    }
+    write_bundle(path, replace(manifest, sources=[replace(source, **odd) for source in manifest.sources]), drawn)
+    done = verify(bundle)
+    assert done.returncode == 0 and "equal within 0.0001 (name: 'xxx" in done.stdout and len(done.stdout) < 999, (
+        done.stdout
+    )
     write_bundle(path, manifest, [replace(drawn[0], request=replace(drawn[0].request, prompt_token_ids=[1 << 40]))])
     done = verify(bundle)
     assert done.returncode == 2 and "cannot be computed" in done.stderr

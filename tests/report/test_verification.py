@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import zstandard
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report import verification
 from flexgen_helm.report.verification import (
+    Answer,
     DrawnAnswer,
+    Manifest,
+    Source,
     is_equal,
     read_bundle,
     sample_size,
@@ -27,10 +31,9 @@ REQUEST = GenerationRequest(
     prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.5, top_p=0.9, seed=1 << 62, stop=("\n",), n=2,
     echo_logprobs=True, thinking=ThinkingFormat(True, 7, (5,)),
 )  # fmt: skip
-ANSWER = {"text": "é\ud7ff", "thinking": None, "end": "stop", "tokens": ["bytes:\\xc3"], "logprobs": [-0.1]}
-DRAWN = [DrawnAnswer(0, "run, instance id1", 1, REQUEST, [ANSWER, {**ANSWER, "thinking": "so"}])]
-SOURCE = {key: None for key in verification.SOURCE_KEYS} | {"model": "m", "precision": "fp16", "fingerprint": "f"}
-MANIFEST = {"suite": "s", "population": 1000, "seed": 0, "sources": [SOURCE]}
+ANSWER = Answer("é\ud7ff", None, "stop", ["bytes:\\xc3"], [-0.1])
+DRAWN = [DrawnAnswer(0, "run, instance id1", 1, REQUEST, [ANSWER, replace(ANSWER, thinking="so")])]
+MANIFEST = Manifest("s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)])
 
 
 @pytest.mark.parametrize("rate, population, drawn", [(0.02, 5000, 200), (0.3, 400, 20), (0.001, 20000, 1000)])
@@ -71,16 +74,16 @@ def test_no_size_of_a_sample(asked):
      ({"logprob": -3.0}, False)],
 )  # fmt: skip
 def test_what_is_equal(change, equal):
-    assert is_equal([{**ANSWER, **change}], [ANSWER], 1e-5)[0] is equal
-    assert is_equal([{**ANSWER, **change}], [ANSWER], 0.0)[0] is (not change)
+    assert is_equal([replace(ANSWER, **change)], [ANSWER], 1e-5)[0] is equal
+    assert is_equal([replace(ANSWER, **change)], [ANSWER], 0.0)[0] is (not change)
     assert not is_equal([], [], 1.0)[0] and not is_equal([ANSWER, ANSWER], [ANSWER], 1.0)[0]
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
     write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
     manifest, drawn = read_bundle(tmp_path / "b.tar.zst")
-    assert MANIFEST.items() <= manifest.items() and json.loads(json.dumps(drawn[0].answers)) == DRAWN[0].answers
-    assert drawn[0].request == GenerationRequest(**{**vars(REQUEST), "prompt_token_ids": [1, 2, 3], "stop": ["\n"]})
+    assert replace(manifest, sha256="") == MANIFEST
+    assert json.dumps(list(map(asdict, drawn))) == json.dumps(list(map(asdict, DRAWN)))
     with tarfile.open(fileobj=io.BytesIO(unpacked(tmp_path / "b.tar.zst"))) as archive:  # as others read it
         assert archive.getnames() == ["manifest.json", "answers.jsonl"]
 
@@ -156,12 +159,12 @@ CHANGES = {
     "a boolean": (b'"seed": 0', b'"seed": false', None),
     "a missing key": (b'"seed": 0,', b"", None),
     "another digest": (b'"sha256": "', b'"sha256": "0', None),
-    "fewer answers than it says": (b'"drawn": 1', b'"drawn": 2', None),
+    "more answers than the suite": (b'"population": 1000', b'"population": 0', None),
     "a model that is a path": (b'"model": "m"', b'"model": ["/etc"]', None),
     "NaN": (b"-0.1", b"NaN", True), "infinity": (b"-0.1", b"-1e999", True),
     "a huge number": (b'"max_tokens": 4', b'"max_tokens": 1' + b"0" * 5000, True),
-    "a text for a token": (b"[1, 2, 3]", b'["1"]', True), "an integer for a float": (b"0.5", b"1", True),
-    "a deep nest": (b"[1, 2, 3]", b"[" * 100_000, True), "an unknown key": (b'"n": 2', b'"n": 2, "x": 1', True),
+    "a text for a token": (b"[1, 2, 3]", b'["1"]', True),
+    "a deep nest": (b"[1, 2, 3]", b"[" * 100_000, True), "a text": (b"[1, 2, 3]", b"null", True),
     "too many completions": (b'"n": 2', b'"n": 100000', True),
     "no such source": (b'"source": 0', b'"source": -1', True),
     "more echoed than the prompt": (b'"echoed": 1', b'"echoed": 4', True),
