@@ -56,5 +56,4 @@ class BatchInvariant(TorchFunctionMode):
     """Compute these functions of tensors on the host in one way for each row."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        takes = func in _FUNCTIONS and args and args[0].device.type == "cpu"
-        return (_FUNCTIONS[func] if takes else func)(*args, **(kwargs or {}))
+        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ of a head, V vocabulary, E experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -162,7 +162,7 @@ class TransformersDecoder:
                 tensor = weights.vector(entry.name)
                 assert tensor is not None, entry.name
                 entry.tensors[entry.leaf] = tensor.view(entry.zeros.shape)
-            with BatchInvariant():
+            with BatchInvariant() if self._device.type == "cpu" else nullcontext():
                 yield
         finally:
             self._weights = None
