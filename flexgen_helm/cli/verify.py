@@ -69,9 +69,9 @@ def verify(
 ) -> None:
     """Compute a random part of a suite's answers again, one by one, and compare.
 
-    On a machine that computes as the runs' records say, answers must be equal to the bit, elsewhere log-probabilities
-    within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a run was given need
-    not be given again, but for --generation-config and --unverified.
+    Of a run with --batch-invariant, on a machine of the same kind, answers must be equal to the bit, else
+    log-probabilities within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a
+    run was given need not be given again, but for --generation-config and --unverified.
 
     Example:
       flexgen-helm verify mine --sample 5% --bundle mine.tar.zst
