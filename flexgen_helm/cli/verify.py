@@ -194,8 +194,10 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     from flexgen_helm.engine.opening import fingerprint_elsewhere
 
     recorded, bits = source.fingerprint, source.batch_invariant or ()
+    if recorded == engine.fingerprint:
+        return
     device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
-    if recorded not in (engine.fingerprint, fingerprint_elsewhere(model.path, model.config, device, dtype, bits)):
+    if recorded != fingerprint_elsewhere(model.path, model.config, device, dtype, bits):
         raise UsageError(
             f"{_short(source.model)} in {source.precision} has the fingerprint {str(recorded)[:12]!r} in the record "
             f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "

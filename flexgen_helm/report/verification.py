@@ -60,7 +60,7 @@ class Answer:
 class DrawnAnswer:
     """Recorded answers, and the request in token ids that they are computed from.
 
-    source: index of what is recorded of the run.
+    source: index of the run in `Manifest.sources`.
     echoed: tokens of the prompt's end with which an answer's tokens begin.
     """
 
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def answers_of(drawn: DrawnAnswer, result: GenerationResult, tokenizer: Tokenizer) -> list[Answer]:
-    """Return computed answers as they are recorded."""
+    """Return the completions of a result in the form of HELM's file."""
     start = len(result.prompt_token_ids) - drawn.echoed
     texts = tokenizer.token_texts(result.prompt_token_ids[start:])
     scores = [score or 0.0 for score in (result.prompt_logprobs or ())[start:]]
