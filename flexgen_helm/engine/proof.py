@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
         report(ProgressPhase("prove", model.name))
         with (
             _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0]) as (_, opened),
-            _opened(engine, opened) as small,
+            _opened(engine, replace(opened, options=replace(opened.options, batch_invariant=True))) as small,
         ):
             asked = trial_requests(SEEDS[0])
             together = [(result.prompt_logprobs, result.completions) for result in small.run(asked)]
