@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import UsageError
+from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.attention import can_attend
+from tests.helpers.software_tiles import software_tiles
 from tests.helpers.tiny_causal_models import tiny_config
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY, save_random
 
@@ -103,6 +106,17 @@ def test_bits_do_not_depend_on_the_company(longer, variant, precision):
         draw = random.Random(f"{variant} {seed}")
         asked = tree_of_prompts(draw, longest)
         assert_equal_bits(model, asked, draw, precision=precision, batch_invariant=True)
+
+
+def test_a_matrix_unit_gives_one_row_the_bits_of_many(longer, tmp_path):
+    """In software where there is none; the model has its trial there too."""
+    asked = tree_of_prompts(random.Random(3), 40)
+    with (
+        nullcontext() if has_amx() else software_tiles(),
+        Engine.from_pretrained(longer("llama")[0], offload_dir=tmp_path, batch_invariant=True) as engine,
+    ):
+        together = [bits(result) for result in engine.run(asked)]
+        assert together == [bits(engine.run([request])[0]) for request in asked]
 
 
 def test_the_comparison_sees_a_product_that_follows_the_batch(longer, monkeypatch):
