@@ -7,11 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.kernels import amx, products
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls
+from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
 from tests.helpers.shares import share_of
@@ -156,6 +158,8 @@ def test_few_rows_and_parts_of_a_matrix_have_the_same_bits(monkeypatch):
     assert torch.equal(tiled_linear(x[7:8], weight, None, batch_invariant=True), whole[7:8])
     assert torch.equal(tiled_linear(x, weight[64:], None, batch_invariant=True), whole[:, 64:])
     assert not torch.equal(tiled_linear(x[7:8], weight, None), whole[7:8])  # by vectors
+    with BatchInvariant():  # a router of transformers multiplies by itself
+        assert torch.equal(F.linear(x[7:8], weight.float()), F.linear(x, weight.float())[7:8])
 
 
 def test_from_several_threads_at_once():

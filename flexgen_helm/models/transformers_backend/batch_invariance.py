@@ -39,7 +39,7 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() != 2 or not weight.dtype == x.dtype == torch.float32:
         return F.linear(x, weight, bias)
-    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias, batch_invariant=True).view(*x.shape[:-1], -1)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
