@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
@@ -19,11 +21,12 @@ from flexgen_helm.checkpoint.fingerprint import (
     is_quick_to_hash,
     snapshot_fingerprint,
 )
-from flexgen_helm.checkpoint.folder import gguf_parts, identity_files, read_config, weight_files
+from flexgen_helm.checkpoint.folder import CONFIG, gguf_parts, identity_files, read_config, read_json, weight_files
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
@@ -115,6 +118,32 @@ def origin_of(model: ResolvedModel, path: Path) -> str:
     if model.hub_repo is not None:
         return f"{model.hub_repo}@{path.name}"
     return Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
+
+
+def bytes_by_type(path: Path) -> dict[str, int]:
+    """Return stored type -> bytes of the tensors of a model's files; codes have the name of what quantized them.
+
+    path: what `fetch` returned. Headers alone are read.
+    """
+    sizes: Counter[str] = Counter()
+    if path.suffix == ".gguf":
+        from flexgen_helm.checkpoint.gguf_header import read_gguf_header  # the gguf package takes half a second
+
+        for part in gguf_parts(path):
+            for tensor in read_gguf_header(part).tensors.values():
+                sizes[tensor.dtype] += tensor.size
+        return dict(sizes)
+    folder = path.parent if path.is_file() else path
+    quantization = read_quantization(read_json(folder / CONFIG), folder / CONFIG)
+    for file in [path] if path.is_file() else weight_files(folder):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            is_code = quantization is not None and entry["dtype"][0] in "IU"
+            sizes[quantization.title if is_code else entry["dtype"]] += end - begin
+    return dict(sizes)
 
 
 def _fetch_wheel_model() -> Path:

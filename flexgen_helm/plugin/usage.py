@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +127,29 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        origin = before.get("origin") or self.block.get("origin") or local_origin(self.model)
-        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), "origin": origin})
+        origin, stored = local_files(self.model)
+        files = {
+            "origin": before.get("origin") or self.block.get("origin") or origin,
+            "checkpoint_bytes": stored or before.get("checkpoint_bytes"),
+        }
+        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), **files})
 
 
-def local_origin(model: ModelArguments) -> str | None:
-    """Return where a model's weights are from, as its engine would say it; None if no file of it is on this machine."""
-    from flexgen_helm.checkpoint.fetch import local_weights, origin_of
+@cache
+def local_files(model: ModelArguments) -> tuple[str | None, dict[str, int] | None]:
+    """Return where a model's weights are from, as its engine would say it, and the bytes of each type in its files.
+
+    None, None if no file of it is on this machine.
+    """
+    from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
 
-    with suppress(FlexgenError, OSError):
+    with suppress(FlexgenError, OSError, ValueError):
         resolved = resolve(model.path, model.revision)
         path = local_weights(resolved)
         if path is not None and model.config.weights == "pretrained":
-            return origin_of(resolved, path)
-    return None
+            return origin_of(resolved, path), bytes_by_type(path)
+    return None, None
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:

@@ -391,7 +391,7 @@ def comparison_tables(
     model: ModelComparison, comparisons: Sequence[Comparison], scales: Mapping[str, float]
 ) -> list[Table]:
     """Return a table of comparisons of a model per precision; scales: `interval_scales` of all that a page shows."""
-    links = {(run.entry, run.precision): run_link(run) for run in model.runs}
+    links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
     for precision, found in _by_precision(comparisons).items():
         rows = [
@@ -521,10 +521,10 @@ def _unit(comparison: Comparison) -> str:
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
 
 
-def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row per precision of `total_speeds`."""
+def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
+    """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
     cells = {
-        "precision": [speed["precision"] for speed in speeds],
+        kind: [speed["precision"] for speed in speeds],
         "instances": [whole_text(speed["instances"]) for speed in speeds],
         "tokens": [whole_text(speed["tokens"]) for speed in speeds],
         "time": [seconds_text(speed["latency_s"]) for speed in speeds],
