@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_convers
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.stored_tensors import joined, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
@@ -126,23 +126,18 @@ def bytes_by_type(path: Path) -> dict[str, int]:
     path: what `fetch` returned. Headers alone are read.
     """
     sizes: Counter[str] = Counter()
+    codes = ""
     if path.suffix == ".gguf":
         from flexgen_helm.checkpoint.gguf_header import read_gguf_header  # the gguf package takes half a second
 
-        for part in gguf_parts(path):
-            for tensor in read_gguf_header(part).tensors.values():
-                sizes[tensor.dtype] += tensor.size
-        return dict(sizes)
-    folder = path.parent if path.is_file() else path
-    quantization = read_quantization(read_json(folder / CONFIG), folder / CONFIG)
-    for file in [path] if path.is_file() else weight_files(folder):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            begin, end = entry["data_offsets"]
-            is_code = quantization is not None and entry["dtype"][0] in "IU"
-            sizes[quantization.title if is_code else entry["dtype"]] += end - begin
+        headers = [read_gguf_header(part).tensors for part in gguf_parts(path)]
+    else:
+        headers = list(map(read_header, [path] if path.is_file() else weight_files(path)))
+        config = (path.parent if path.is_file() else path) / CONFIG
+        if quantization := read_quantization(read_json(config), config):
+            codes = quantization.title
+    for tensor in joined(headers).values():
+        sizes[codes if codes and tensor.dtype[0] in "IU" else tensor.dtype] += tensor.size
     return dict(sizes)
 
 

@@ -269,7 +269,7 @@ def known_names() -> dict[str, str]:
 
 def original_of(name: str) -> str | None:
     """Return the catalog's name of the model that `name`, of a quantized one or of its file, is made of, if any."""
-    known = {alias.lower(): model for alias, model in known_names().items() if "/" not in alias}
+    known = {alias.lower(): model for alias, model in known_names().items()}
     base = re.split(r"/|--", name.partition("@")[0].removesuffix(".gguf").lower())[-1]
     while ending := _FOREIGN_PRECISION.search(base):
         base = base[: ending.start()]

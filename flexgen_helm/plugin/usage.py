@@ -30,9 +30,10 @@ RUN_FILE = "flexgen_run.json"
 BLOCKS_FILE = "flexgen_blocks.json"
 # What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing was computed here.
 _BLOCK_KEYS = (
-    "origin", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes", "peak_workspace_bytes",
-    "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s", "achieved_placement", "hardware",
-    "proved", "batch_invariant", "rounded_weights", "generation_config", "finished_at",
+    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
+    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
+    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
+    "finished_at",
 )  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
 
@@ -127,19 +128,14 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        origin, stored = local_files(self.model)
-        files = {
-            "origin": before.get("origin") or self.block.get("origin") or origin,
-            "checkpoint_bytes": stored or before.get("checkpoint_bytes"),
-        }
-        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), **files})
+        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
 
 
 @cache
-def local_files(model: ModelArguments) -> tuple[str | None, dict[str, int] | None]:
-    """Return where a model's weights are from, as its engine would say it, and the bytes of each type in its files.
+def local_files(model: ModelArguments) -> dict[str, Any]:
+    """Return `origin` of a model's weights, as its engine would say it, and `checkpoint_bytes` of each stored type.
 
-    None, None if no file of it is on this machine.
+    Empty if no file of the model is on this machine.
     """
     from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
@@ -148,8 +144,8 @@ def local_files(model: ModelArguments) -> tuple[str | None, dict[str, int] | Non
         resolved = resolve(model.path, model.revision)
         path = local_weights(resolved)
         if path is not None and model.config.weights == "pretrained":
-            return origin_of(resolved, path), bytes_by_type(path)
-    return None, None
+            return {"origin": origin_of(resolved, path), "checkpoint_bytes": bytes_by_type(path)}
+    return {}
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
@@ -138,9 +138,7 @@ class RunPair:
                 "the difference is not that of the precision alone"
             )
         if base.prompts and run.prompts and base.prompts != run.prompts:
-            notes.append(
-                f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}"
-            )
+            notes.append(f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}")
         return notes
 
     @cached_property
@@ -257,7 +255,7 @@ class ModelComparison:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def kind(self) -> Literal["model", "precision"]:
+    def kind(self) -> str:
         """What is compared."""
         return "model" if self.runs[0].against else "precision"
 
@@ -269,26 +267,26 @@ class ModelComparison:
 
     @cached_property
     def inconclusive(self) -> list[str]:
-        """Other models than the baseline's, where that is not of full precision."""
-        others = dict.fromkeys(run.label for run in self.runs if run.model != self.base.model)
-        return [] if self.base.is_full_precision in (True, None) else list(others)
+        """Models that are compared with another one which is not of full precision."""
+        if self.base.is_full_precision is not False:
+            return []
+        return list(dict.fromkeys(run.label for run in self.runs if run.model != self.base.model))
 
     @cached_property
     def remedy(self) -> str:
         """The command with a baseline of full precision; empty where none is lacking."""
-        base, origin = self.base, str(self.base.run.get("origin"))
+        base = self.base
         if not self.inconclusive or base.folder is None:
             return ""
-        original, suite = original_of(base.model) or original_of(origin), base.folder.parent.name
-        full = [run.label for run in self.runs if run.is_full_precision]
-        if full and original in (None, *full):
-            # The one whose name is most like the baseline's.
-            best = max(full, key=lambda name: len(commonprefix([name, base.label])))
-            return f"flexgen-helm compare --suite {suite} --baseline {original or best}"
+        suite, original = base.folder.parent.name, original_of(base.model) or original_of(str(base.run.get("origin")))
+        if full := [run.label for run in self.runs if run.is_full_precision]:
+            # The original, or the one whose name begins most like the baseline's.
+            best = max(full, key=lambda name: (name == original, len(commonprefix([name, base.label]))))
+            return f"flexgen-helm compare --suite {suite} --baseline {best}"
         entries = [entry for entry, label in self.pairs if label == self.inconclusive[0]]
+        entries = entries if len(entries) < 4 else ["ENTRY"]
         named = [f"{entry}{',:'[':' not in entry]}model=flexgen/{original or 'ORIGINAL'}" for entry in entries]
-        instances = asked_instances(base.folder) or "N"
-        return f"flexgen-helm run -r {shlex.join(named)} -m {instances} --suite {suite}"
+        return f"flexgen-helm run -r {shlex.join(named)} -m {asked_instances(base.folder) or 'N'} --suite {suite}"
 
     def with_extra(self, name: str, value: Any) -> ModelComparison:
         return replace(self, extras={**self.extras, name: value})
@@ -327,34 +325,32 @@ def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_
     Raises `UsageError` if there is no such model.
     """
     runs = read_finished_runs(folder)
-    if baseline in {run.run.get("model") for run in runs}:
+    models = sorted({str(run.run.get("model")) for run in runs})
+    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {baseline},"
+    remedy += "4bit" if baseline != "4bit" else "fp16"
+    if baseline in models:
         runs = [replace(run, against=baseline) for run in runs]
-    return compare_runs(runs, folder, baseline, margin)
-
-
-def compare_runs(
-    finished: Sequence[RunScores], folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN
-) -> list[ModelComparison]:
-    """Do as `compare_suite` with runs that are already read."""
-    models = sorted({str(run.run.get("model")) for run in finished})
-    if baseline not in {*PRECISIONS, *(run.label for run in finished)}:
+        remedy = "run the same entries with another model"
+    elif baseline not in {*PRECISIONS, *(run.precision for run in runs)}:
         known = ", ".join([*PRECISIONS, *models])
         raise UsageError(f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}")
-    runs = [run for run in finished if run.num_scored]
-    by_model = grouped(runs, lambda run: run.against or run.model)
-    compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
-    if compared := [model for model in compared if model.comparisons]:
-        return compared
-    available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs))
-    precisions = f"{baseline},{'4bit' if baseline != '4bit' else 'fp16'}"
-    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {precisions}"
-    if finished and finished[0].against:
-        remedy = "run the same entries with another model"
     elif len(models) > 1:
         remedy = f"compare models with --baseline {models[0]}, or {remedy}"
+    if compared := compare_runs(runs, baseline, margin):
+        return compared
+    available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs if run.num_scored))
     raise UsageError(
         f"nothing to compare in {folder}: it has {available or 'no finished runs of flexgen models'}; {remedy}"
     )
+
+
+def compare_runs(
+    runs: Iterable[RunScores], baseline: str = "fp16", margin: float = DEFAULT_MARGIN
+) -> list[ModelComparison]:
+    """Compare what can be compared of runs that are already read."""
+    by_model = grouped((run for run in runs if run.num_scored), lambda run: run.against or run.model)
+    compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
+    return [model for model in compared if model.comparisons]
 
 
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
@@ -364,12 +360,9 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
         "baseline": models[0].baseline,
         "models": {
             model.model: {
-                "baseline": {
-                    "text": model.base.at_rest,
-                    "checkpoint_bytes": model.base.run.get("checkpoint_bytes"),
-                    "full_precision": model.base.is_full_precision,
-                    "remedy": model.remedy,
-                },
+                "baseline": model.base.at_rest,
+                "full_precision": model.base.is_full_precision,
+                "remedy": model.remedy,
                 "comparisons": [finite(asdict(one)) for one in model.comparisons],
                 "pooled": [finite(asdict(one)) for one in model.pooled],
                 "speed": model.speeds,

@@ -119,17 +119,10 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    pairs = [(run, metric) for run in runs for metric in run.scores or ("-",)]
-    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
+    pairs = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    # Models and precisions below each other, in the order in which entries and metrics first appear.
     names = list(dict.fromkeys(name for run, metric in pairs for name in (run.entry, metric)))
-    pairs.sort(
-        key=lambda pair: (
-            names.index(pair[0].entry),
-            names.index(pair[1]),
-            pair[0].typed_model,
-            precision_rank(pair[0].precision),
-        )
-    )
+    pairs.sort(key=lambda pair: (names.index(pair[0].entry), names.index(pair[1])))
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
          _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),

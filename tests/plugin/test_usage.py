@@ -105,8 +105,8 @@ def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> N
 
 
 def test_where_weights_are_from_is_known_without_the_network(tmp_path: Path) -> None:
-    assert local_files(ModelArguments("m", str(tmp_path / "absent"))) == (None, None)
-    assert local_files(ModelArguments("m", "opt-66b")) == (None, None)
+    assert local_files(ModelArguments("m", str(tmp_path / "absent"))) == {}
+    assert local_files(ModelArguments("m", "opt-66b")) == {}
 
 
 def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path: Path) -> None:
