@@ -82,6 +82,8 @@ def compare(
 ) -> None:
     """Compare FP16 with other precisions of a model: verdicts, flips, differences by instance, 95 % intervals, tests.
 
+    With a model as --baseline, such as the original of a GGUF file, all models of the suite are compared with it.
+
     Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
 
     Example:

@@ -50,6 +50,9 @@ def suite(tmp_path_factory):
     ]
     compared = comparison_page(models, folder.name)
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
+    name = "org--a-model-with-a-long-name-70b-instruct"
+    across = comparison_page(compare_suite(folder, f"{name}-4bit"), folder.name)
+    (folder / "models.html").write_text(across.to_html(folder), encoding="utf-8")
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
     problem = small(64, 150, endless=True)
     frontier = frontier_page(frontier_points(problem, 4), problem, "opt-30b")
@@ -57,7 +60,7 @@ def suite(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "frontier"])
+@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models", "frontier"])
 def test_a_page_is_readable(window, suite, name):
     window.open(suite / f"{name}.html")
     found = {}
