@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.packed_attention import PackedStep, block_steps, has_packed_steps, prefix_step, prompt_step
+from flexgen_helm.engine.packed_attention import PackedStep, block_step, has_packed_steps, prefix_step, prompt_step
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
     Begun,
@@ -419,7 +419,11 @@ def build_attention_metadata(
         if prompts:
             packed.append(prompt_step([(prompt.sequence, prompt.tokens) for prompt in prompts], positions, fmt))
         for decoding in decodes:
-            packed += block_steps(decoding.block, decoding.tokens.start, positions, decoding.parts, cache.codec)
+            window, *stored = decoding.parts
+            packed += [
+                block_step(decoding.block, decoding.tokens.start, positions, (window, part), cache.codec)
+                for part in stored or [window]
+            ]
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed))
 

@@ -11,7 +11,7 @@ of shared prefixes are multiples of a block of keys, so each step of a token goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count, groupby
@@ -85,22 +85,15 @@ def prompt_step(
     return PackedStep(slice(None), SegmentTable.of(groups, positions, lengths), read)
 
 
-def block_steps(
-    block: CacheBlock, first: int, positions: SequenceOf[int], parts: SequenceOf[DecodePart], codec: Codec
-) -> Iterator[PackedStep]:
-    """Attend to the caches of a block's sequences.
-
-    first: their first token of the batch.
-    parts: the residual window, then what is stored.
-    """
-    window, *stored = parts
-    for part in stored or parts:
-        yield _block_step(block, first, positions, window, part, codec)
-
-
-def _block_step(
-    block: CacheBlock, first: int, positions: SequenceOf[int], window: DecodePart, part: DecodePart, codec: Codec
+def block_step(
+    block: CacheBlock, first: int, positions: SequenceOf[int], parts: tuple[DecodePart, DecodePart], codec: Codec
 ) -> PackedStep:
+    """Attend to the caches of some of a block's sequences.
+
+    first: the block's first token of the batch.
+    parts: the residual window, and what is stored of them; twice the window where nothing is.
+    """
+    window, part = parts
     rows, ring, groups, lengths = part.sequences, codec.window_tokens, [], []
     pieces: list[tuple[bool, int, slice]] = []  # whether in the window, the row there or in the part, keys
     for row, seq in enumerate(block.sequences[rows]):
