@@ -99,7 +99,7 @@ def compare(
     if not 0 < margin < 50:
         raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")
     folder = output_path / "runs" / suite
-    baseline = baseline.removeprefix(PREFIX)
+    baseline = baseline.removeprefix(PREFIX).replace("/", "--")
     models = compare_suite(folder, baseline, margin / 100)
     if choose:
         models = choose_precisions(models, by)

@@ -37,6 +37,8 @@ _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 _MIN_POOLED = 3
 # A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be 0.5 % too small.
 _MIN_DISTINCT = 0.995
+# Types of files that are no quantization.
+_FULL = ("F64", "F32", "F16", "BF16")
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
@@ -62,6 +64,7 @@ class RunScores:
     instances: a row per scored instance, with the statistics that the scores follow from.
     folder: of the run's files; None for a pool.
     parts: the runs of a pool.
+    against: the model that all models are compared with; empty where the precisions of a model are.
     """
 
     name: str
@@ -70,6 +73,7 @@ class RunScores:
     instances: pd.DataFrame = field(compare=False, repr=False)
     folder: Path | None = field(default=None, compare=False)
     parts: Sequence[RunScores] = field(default=(), compare=False, repr=False)
+    against: str = ""
 
     @property
     def num_runs(self) -> int:
@@ -143,6 +147,29 @@ class RunScores:
     @property
     def precision(self) -> str:
         return str(self.run.get("precision", ""))
+
+    @property
+    def label(self) -> str:
+        """What is compared: the precision, or the model by its name with suffixes."""
+        return str(self.run["model"]) if self.against else self.precision
+
+    @property
+    def is_full_precision(self) -> bool | None:
+        """Whether 99 % of the weights have 16 bits or more at rest, and are computed as they are; None if unknown."""
+        stored = self.run.get("checkpoint_bytes")
+        if self.precision != "fp16":
+            return False
+        return sum(stored.get(name, 0) for name in _FULL) >= 0.99 * sum(stored.values()) if stored else None
+
+    @property
+    def at_rest(self) -> str:
+        """Model, precision, and the types of the model's files by bytes, in words."""
+        stored = self.run.get("checkpoint_bytes") or {}
+        shares = {name: 100 * size / sum(stored.values()) for name, size in stored.items()}
+        types = [
+            f"{share:.0f} % {name}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share > 0.5
+        ]
+        return f"{self.typed_model} in {self.precision}; at rest {', '.join(types) or 'of unknown types'}"
 
     @property
     def workload(self) -> dict[str, float]:
@@ -290,7 +317,7 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
     name = f"{runs[0].scenario} ({len(runs)} runs)"
-    return RunScores(name, scores, record, instances, parts=runs)
+    return RunScores(name, scores, record, instances, parts=runs, against=runs[0].against)
 
 
 def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
@@ -354,13 +381,13 @@ def reused_note(runs: Sequence[RunScores]) -> list[str]:
 
 
 def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
-    """Add up the runs of each precision: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
+    """Add up the runs of each label: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
     totals = []
-    for precision, group in grouped(runs, lambda run: run.precision).items():
+    for label, group in grouped(runs, lambda run: run.label).items():
         tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
         totals.append(
             {
-                "precision": precision,
+                "precision": label,
                 "instances": sum(run.num_scored for run in group),
                 "tokens": tokens,
                 "latency_s": seconds,

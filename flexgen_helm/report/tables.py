@@ -119,17 +119,10 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    pairs = [(run, metric) for run in runs for metric in run.scores or ("-",)]
-    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
+    pairs = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    # Models and precisions below each other, in the order in which entries and metrics first appear.
     names = list(dict.fromkeys(name for run, metric in pairs for name in (run.entry, metric)))
-    pairs.sort(
-        key=lambda pair: (
-            names.index(pair[0].entry),
-            names.index(pair[1]),
-            pair[0].typed_model,
-            precision_rank(pair[0].precision),
-        )
-    )
+    pairs.sort(key=lambda pair: (names.index(pair[0].entry), names.index(pair[1])))
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
          _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
@@ -391,7 +384,7 @@ def comparison_tables(
     model: ModelComparison, comparisons: Sequence[Comparison], scales: Mapping[str, float]
 ) -> list[Table]:
     """Return a table of comparisons of a model per precision; scales: `interval_scales` of all that a page shows."""
-    links = {(run.entry, run.precision): run_link(run) for run in model.runs}
+    links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
     for precision, found in _by_precision(comparisons).items():
         rows = [
@@ -521,10 +514,10 @@ def _unit(comparison: Comparison) -> str:
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
 
 
-def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row per precision of `total_speeds`."""
+def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
+    """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
     cells = {
-        "precision": [speed["precision"] for speed in speeds],
+        kind: [speed["precision"] for speed in speeds],
         "instances": [whole_text(speed["instances"]) for speed in speeds],
         "tokens": [whole_text(speed["tokens"]) for speed in speeds],
         "time": [seconds_text(speed["latency_s"]) for speed in speeds],
