@@ -48,6 +48,7 @@ class HelmRun:
     chat_template: what was decided about it; None for a run that only scores or continues texts.
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
+    sample: `instances` that were drawn with `seed`, of how many; None for all.
     """
 
     name: str
@@ -65,6 +66,7 @@ class HelmRun:
     chat_template: dict[str, Any] | None = None
     num_clipped: int = 0
     unfinished_thinking: int = 0
+    sample: dict[str, int] | None = None
 
     def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
         """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
@@ -115,6 +117,7 @@ class HelmRun:
             "chat_template": self.chat_template,
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
+            "sample": self.sample,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -267,8 +270,10 @@ def _model_usage(
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
 
 
-def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
-    """Write what was computed of `blocks`, by fingerprint; return what a killed call has left there."""
+def keep_blocks(
+    folder: Path, service: Service, blocks: Sequence[SubmittedBlock]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Add what was computed of `blocks` to the suite's folder; return what was there before, and it, by fingerprint."""
     path = folder / BLOCKS_FILE
     left = read_object(path)
     computed = {}
@@ -280,7 +285,7 @@ def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]
         folder.mkdir(parents=True, exist_ok=True)
         joined = {key: add_blocks(left[key], block) if key in left else block for key, block in computed.items()}
         write_json(path, {**left, **joined})
-    return left
+    return left, computed
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
