@@ -61,9 +61,6 @@ def run(
     ray_cores: RayCores = None,
     until: UntilTime = None,
     hours: Hours = None,
-    sample_seed: Annotated[
-        int, typer.Option(metavar="N", help="With --until or --hours: seed of the instances' order.")
-    ] = 0,
 ) -> None:
     """Run HELM's evaluations with models that need not fit into memory.
 
@@ -79,8 +76,7 @@ def run(
     check_helm_flags(context, context.args, is_sample=left_s is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
-    ends = None if left_s is None else (began + left_s, sample_seed)
-    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, ends))
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, left_s and began + left_s))
 
 
 def run_and_show(
@@ -88,11 +84,11 @@ def run_and_show(
     engine: EngineOptions,
     verbose: bool = False,
     cluster: RaySession | None = None,
-    ends: tuple[float, int] | None = None,
+    until: float | None = None,
 ) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code.
 
-    ends: by `time.time()`, with a random sample of the instances in the order of a seed.
+    until: as of `run_suite`.
     """
     began = time.monotonic()
     encoding = locale.getpreferredencoding(False)
@@ -117,9 +113,9 @@ def run_and_show(
                 report(ProgressPhase("start"))
                 if cluster is not None:
                     cluster.connect_soon()  # while HELM is imported
-                from flexgen_helm.plugin.suite import Sampling, run_suite
+                from flexgen_helm.plugin.suite import run_suite
 
-                outcome = run_suite([*arguments, *joined], engine, cluster, ends and Sampling(*ends))
+                outcome = run_suite([*arguments, *joined], engine, cluster, until)
         except InUseError as error:
             refused = f"another run writes {suite} now; wait until it has ended, or name another --suite"
             raise UsageError(refused) from error

@@ -285,7 +285,9 @@ def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
 
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
-    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
+    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`. Has
+    `--skip-completed-runs` skip no sample.
+    """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model, spec = model_of(run_spec.adapter_spec), runner.executor.execution_spec
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):  # which HELM takes for completed

@@ -11,8 +11,9 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+# Of the instances' order.
+SEED = 0
 # Shares at which a sample may end: of so many instances more than at the one before.
 _STEP = 1.1
 # A block may be so many times as large as the last one that was measured.
@@ -23,15 +24,7 @@ _CAUTION = 1.25
 _LEAST_SLOPE = 0.1
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """When a suite ends, by `time.time()`, and the seed of the instances' order."""
-
-    until: float
-    seed: int = 0
-
-
-def joining_shares(entry: str, instances: Iterable[tuple[str, str | None]], seed: int) -> dict[str, float]:
+def joining_shares(entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED) -> dict[str, float]:
     """Return, by the id of each instance, the share above which a sample of the entry has it; the first one's is 0.
 
     instances: id and split of each. Splits are drawn apart, because HELM scores one of them.

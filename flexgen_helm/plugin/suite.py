@@ -33,6 +33,7 @@ from helm.benchmark.runner import Runner
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
@@ -40,13 +41,13 @@ from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entr
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
 from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
-from flexgen_helm.plugin.samples import Sampling, joining_shares, largest_sample, possible_shares
+from flexgen_helm.plugin.samples import SEED, joining_shares, largest_sample, possible_shares
 from flexgen_helm.plugin.usage import BLOCKS_FILE, HelmRun, keep_blocks, suite_usage, write_json
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import add_blocks, versions
+from flexgen_helm.report.throughput import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
 from flexgen_helm.service.service import Service, SubmittedBlock
@@ -77,14 +78,14 @@ def run_suite(
     argv: Sequence[str],
     options: Mapping[str, Any] | None = None,
     ray: RaySession | None = None,
-    sampling: Sampling | None = None,
+    until: float | None = None,
 ) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
     options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
         name several, separated by commas: every run of ours is then run in each of them.
     ray: compute with the workers of a Ray cluster; None computes in this process.
-    sampling: score a random sample of the instances, as large as is done by a time; None for all.
+    until: score a random sample of the instances, as large as is done by then (`time.time()`); None for all.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = list(dict.fromkeys(split_precisions(options.pop("precision", ""))))
@@ -93,7 +94,7 @@ def run_suite(
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
-    suite = context.suite = Suite(settings, sampling)
+    suite = context.suite = Suite(settings, until)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
     service = context.service
@@ -164,9 +165,9 @@ class Suite:
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
-    def __init__(self, settings: ModelSettings, sampling: Sampling | None = None) -> None:
+    def __init__(self, settings: ModelSettings, until: float | None = None) -> None:
         self.settings = settings
-        self.sampling = sampling
+        self.until = until
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
@@ -178,8 +179,8 @@ class Suite:
         self._blocks: dict[str, list[SubmittedBlock]] = {}
         self._joining: dict[str, dict[str, float]] = {}  # run -> `joining_shares`
         self._share = 1.0  # of the sample that is scored
-        self._computed: dict[str, dict[str, Any]] = {}  # fingerprint -> sum of the blocks of this call
-        self._left_blocks: dict[str, dict[str, Any]] | None = None  # fingerprint -> block of a call that was killed
+        self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
+        self._kept_blocks: dict[str, dict[str, Any]] = {}  # the same, with those of this call
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
 
@@ -244,12 +245,13 @@ class Suite:
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
+        self._left_blocks = read_object(Path(runner.runs_path) / BLOCKS_FILE)
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        if self.sampling is None:
+        if self.until is None:
             load_s = self._compute(submissions)
         else:  # the second pass takes about as long as the first one
-            load_s = self._compute_sample(submissions, self.sampling.until - (collected - started))
+            load_s = self._compute_sample(submissions, self.until - (collected - started))
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
@@ -266,15 +268,10 @@ class Suite:
         for name, block in blocks.items():
             self._blocks.setdefault(name, []).append(block)
         if not all(block.wait(until) for block in blocks.values()):
-            for name, block in blocks.items():
-                self._blocks[name].remove(block)
+            for block in blocks.values():
                 block.close()
             raise TimeoutError
-        if blocks:
-            left, computed = keep_blocks(self._folders[0].parent, service, list(blocks.values()))
-            self._left_blocks = left if self._left_blocks is None else self._left_blocks
-            for key, done in computed.items():
-                self._computed[key] = add_blocks(self._computed[key], done) if key in self._computed else done
+        self._kept_blocks = keep_blocks(self._folders[0].parent, service, list(blocks.values()))
         errors = {name: block.error() for name, block in blocks.items()}
         self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
         loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]
@@ -285,9 +282,8 @@ class Suite:
 
         Raises `UsageError` if no block is.
         """
-        assert self.sampling is not None
         for name, asked in submissions.items():
-            self._joining[name] = joining_shares(entry_of(name), asked.instances, self.sampling.seed)
+            self._joining[name] = joining_shares(entry_of(name), asked.instances)
         load_s = 0.0
 
         def compute(joined: float, share: float) -> float | None:
@@ -327,9 +323,9 @@ class Suite:
         """Return the part of a run of the second pass that is scored, and record it."""
         joining = self._joining.get(run.name, {})
         chosen = {key for key, share in joining.items() if share < self._share}
-        if self.sampling is None or len(chosen) == len(joining):
+        if len(chosen) == len(joining):
             return scenario_state
-        run.sample = {"seed": self.sampling.seed, "instances": len(chosen), "of": len(joining)}
+        run.sample = {"seed": SEED, "instances": len(chosen), "of": len(joining)}
         states = [state for state in scenario_state.request_states if str(state.instance.id) in chosen]
         return replace(scenario_state, request_states=states)
 
@@ -385,10 +381,8 @@ class Suite:
                 block.close()
 
     def add(self, run: HelmRun) -> None:
-        if run.block:
-            run.block = self._computed.get(run.fingerprint or "", run.block)
-        else:  # perhaps a call computed it that was killed before it wrote the suite's totals
-            run.block = (self._left_blocks or {}).get(run.fingerprint or "", {})
+        # Perhaps a call computed it that was killed before it wrote the suite's totals.
+        run.block = (self._kept_blocks if run.block else self._left_blocks).get(run.fingerprint or "", {})
         self.executed.append(run)
 
     # What is left of it

@@ -270,22 +270,19 @@ def _model_usage(
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
 
 
-def keep_blocks(
-    folder: Path, service: Service, blocks: Sequence[SubmittedBlock]
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Add what was computed of `blocks` to the suite's folder; return what was there before, and it, by fingerprint."""
+def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
+    """Add what was computed of `blocks` to the suite's folder; return all that is there, by fingerprint."""
     path = folder / BLOCKS_FILE
-    left = read_object(path)
-    computed = {}
+    kept, computed = read_object(path), {}
     for block in blocks:
         loaded = service.loaded(block.model)
         if loaded is not None and any(not response.is_cached for response in block.responses().values()):
             computed[loaded.fingerprint] = loaded.last_run
     if computed:
         folder.mkdir(parents=True, exist_ok=True)
-        joined = {key: add_blocks(left[key], block) if key in left else block for key, block in computed.items()}
-        write_json(path, {**left, **joined})
-    return left, computed
+        kept |= {key: add_blocks(kept[key], block) if key in kept else block for key, block in computed.items()}
+        write_json(path, kept)
+    return kept
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def test_skipped_are_completed_runs_and_not_samples(tmp_path, monkeypatch):
     place.run("suite", "--skip-completed-runs")
     assert place.events()["answer"] == 0
     sixth = place.results()
-    place.run("suite", "--hours", "9", "--sample-seed", "1")  # there is time for all
+    place.run("suite", "--hours", "9")  # there is time for all
     assert place.results() == sixth
 
 
