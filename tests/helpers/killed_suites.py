@@ -113,24 +113,16 @@ class Suites:
         return Outcome(**json.loads(answer))
 
     def results(self, folder: str) -> dict[str, Any]:
-        """Answers and statistics of all runs without times; log-probabilities to 1e-4, as other batches have others."""
+        """Answers and statistics of all runs without times."""
         from tests.helpers.helm_runs import Place
 
-        return rounded(Place(self.folder / folder).results())  # type: ignore[no-any-return]
+        return Place(self.folder / folder).results()
 
     def __enter__(self) -> Suites:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._process.communicate()
-
-
-def rounded(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: rounded(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [rounded(value) for value in content]
-    return float(f"{content:.4g}") if isinstance(content, float) else content
 
 
 # ---- in the forking process ----
@@ -200,7 +192,7 @@ def _be_suite(order: Order, folder: Path) -> None:
 
         code = cli.main(["convert", order.model]) if order.converts else 0
         if code == 0:
-            arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", *order.options]
+            arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", "--batch-invariant", *order.options]
             code = cli.main(["run", *arguments])
     except BaseException as error:
         import traceback
