@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexgen_helm.checkpoint.names import original_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count
+from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, asked_instances, differing_settings, read_answers
 from flexgen_helm.report.paired import PairedScores, metric_named
@@ -263,14 +262,13 @@ class ModelComparison:
     def base(self) -> RunScores:
         """A run of the baseline, one that knows the types of its files if there is one."""
         runs = [run for run in self.runs if run.label == self.baseline]
-        return max(runs, key=lambda run: bool(run.run.get("checkpoint_bytes")))
+        return max(runs, key=lambda run: bool(run.stored))
 
     @cached_property
     def inconclusive(self) -> list[str]:
         """Models that are compared with another one which is not of full precision."""
-        if self.base.is_full_precision is not False:
-            return []
-        return list(dict.fromkeys(run.label for run in self.runs if run.model != self.base.model))
+        base, lacks = self.base, self.base.is_full_precision is False
+        return list(dict.fromkeys(run.label for run in self.runs if lacks and run.model != base.model))
 
     @cached_property
     def remedy(self) -> str:
@@ -280,9 +278,8 @@ class ModelComparison:
             return ""
         suite, original = base.folder.parent.name, original_of(base.model) or original_of(str(base.run.get("origin")))
         if full := [run.label for run in self.runs if run.is_full_precision]:
-            # The original, or the one whose name begins most like the baseline's.
-            best = max(full, key=lambda name: (name == original, len(commonprefix([name, base.label]))))
-            return f"flexgen-helm compare --suite {suite} --baseline {best}"
+            best = [*closest(original or base.label, full), *full]
+            return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
         entries = [entry for entry, label in self.pairs if label == self.inconclusive[0]]
         entries = entries if len(entries) < 4 else ["ENTRY"]
         named = [f"{entry}{',:'[':' not in entry]}model=flexgen/{original or 'ORIGINAL'}" for entry in entries]
@@ -326,8 +323,8 @@ def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_
     """
     runs = read_finished_runs(folder)
     models = sorted({str(run.run.get("model")) for run in runs})
-    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {baseline},"
-    remedy += "4bit" if baseline != "4bit" else "fp16"
+    precisions = "4bit,fp16" if baseline == "4bit" else f"{baseline},4bit"
+    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {precisions}"
     if baseline in models:
         runs = [replace(run, against=baseline) for run in runs]
         remedy = "run the same entries with another model"
@@ -355,7 +352,7 @@ def compare_runs(
 
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
     """Return what `compare --json` prints."""
-    return {
+    content = {
         "suite": suite,
         "baseline": models[0].baseline,
         "models": {
@@ -363,16 +360,17 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "baseline": model.base.at_rest,
                 "full_precision": model.base.is_full_precision,
                 "remedy": model.remedy,
-                "comparisons": [finite(asdict(one)) for one in model.comparisons],
-                "pooled": [finite(asdict(one)) for one in model.pooled],
+                "comparisons": [asdict(one) for one in model.comparisons],
+                "pooled": [asdict(one) for one in model.pooled],
                 "speed": model.speeds,
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
-                **{name: value and finite(asdict(value)) for name, value in model.extras.items()},
+                **{name: value and asdict(value) for name, value in model.extras.items()},
             }
             for model in models
         },
     }
+    return dict(finite(content))
 
 
 def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:
@@ -402,16 +400,11 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
         pools = {(run.entry, run.label): run for run in by_scenario(both) if run.num_runs > 1}
         for entry, _ in [key for key in pools if key[1] == precision and (key[0], baseline) in pools]:
             pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(margin, [])
-    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared), *_floor_note(compared)]
+    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
+    if all(run.run.get("batch_invariant") for run in compared):
+        notes.append("All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero")
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
-
-
-def _floor_note(runs: Sequence[RunScores]) -> list[str]:
-    """Say that what differs is of the precisions, where no run's answers follow its batches."""
-    if not all(run.run.get("batch_invariant") for run in runs):
-        return []
-    return ["All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero"]
 
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
-from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, run_notes, total_speeds
+from flexgen_helm.report.scores import RunScores, by_scenario, grouped, precision_rank, run_notes, total_speeds
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
@@ -319,14 +319,11 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    verdicts, speeds = (
-        tables.verdict_tables(model),
-        replace(tables.speeds_table(model.speeds, model.kind), title="Speed"),
-    )
+    speeds = tables.speeds_table(model.speeds, model.kind)
     choice, divergence = map(model.extras.get, ("choice", "divergence"))
     first = [tables.choice_table(choice)] if choice else []
     last = [tables.divergence_table(divergence, model.baseline)] if divergence else []
-    return Section(title, [*first, *verdicts, *shown, speeds, *last], notes)
+    return Section(title, [*first, *tables.verdict_tables(model), *shown, speeds, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
@@ -334,7 +331,8 @@ def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
-    return [f"{precision}: {verdict.text}" for precision, verdict in model.verdicts.items()]
+    by_text = grouped(model.verdicts, lambda label: model.verdicts[label].text)
+    return [f"{', '.join(labels)}: {text}" for text, labels in by_text.items()]
 
 
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:

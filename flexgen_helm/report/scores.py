@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from flexgen_helm.report.verdicts import first_names
 if TYPE_CHECKING:
     import pandas as pd
 
+_T = TypeVar("_T")
 # The scenarios report these as `perplexity` too, because HELM's tables know that name.
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
@@ -157,22 +159,24 @@ class RunScores:
         return str(self.run["model"]) if self.against else self.precision
 
     @property
+    def stored(self) -> Counter[str]:
+        """Return type -> bytes of the model's files; empty if it is not known."""
+        return Counter(self.run.get("checkpoint_bytes"))
+
+    @property
     def is_full_precision(self) -> bool | None:
         """Whether 99 % of the weights have 16 bits or more at rest, and are computed as they are; None if unknown."""
-        stored = self.run.get("checkpoint_bytes")
         if self.precision != "fp16":
             return False
-        return sum(stored.get(name, 0) for name in _FULL) >= 0.99 * sum(stored.values()) if stored else None
+        full = sum(self.stored[name] for name in _FULL)
+        return full >= 0.99 * self.stored.total() if self.stored else None
 
     @property
     def at_rest(self) -> str:
         """Model, precision, and the types of the model's files by bytes, in words."""
-        stored = self.run.get("checkpoint_bytes") or {}
-        shares = {name: 100 * size / sum(stored.values()) for name, size in stored.items()}
-        types = [
-            f"{share:.0f} % {name}" for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share > 0.5
-        ]
-        return f"{self.typed_model} in {self.precision}; at rest {', '.join(types) or 'of unknown types'}"
+        shares = {name: 100 * size / self.stored.total() for name, size in self.stored.most_common()}
+        types = ", ".join(f"{share:.0f} % {name}" for name, share in shares.items() if share > 0.5)
+        return f"{self.typed_model} in {self.precision}; at rest {types or 'of unknown types'}"
 
     @property
     def workload(self) -> dict[str, float]:
@@ -344,11 +348,11 @@ def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def grouped(runs: Iterable[RunScores], key: Callable[[RunScores], Any]) -> dict[Any, list[RunScores]]:
-    """Return runs by a key, in the order in which keys first appear."""
-    groups: dict[Any, list[RunScores]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
+    """Return runs, or other items, by a key, in the order in which keys first appear."""
+    groups: dict[Any, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 

@@ -529,7 +529,7 @@ def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -
         "time": [seconds_text(speed["latency_s"]) for speed in speeds],
         "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
-    return Table(pd.DataFrame(cells), num_keys=0, marks=_speed_marks(speeds))
+    return Table(pd.DataFrame(cells), "Speed", num_keys=0, marks=_speed_marks(speeds))
 
 
 # --- Cells ---

@@ -63,7 +63,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
         raise CheckpointError(f"{path}: {error}, which cannot be read; use the original checkpoint") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: quantization_config of {method} is damaged ({error!r})") from error
-    bits = settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else None)
+    bits = settings.get("bits") or (4 if settings.get("load_in_4bit") else None)
     return Quantization(method, dtype, bits=bits, **options)
 
 
