@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import TensorSource, find_source, select_rows
@@ -47,6 +45,8 @@ class StoredTensor:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or corrupt."""
+    from safetensors import SafetensorError, safe_open  # registration does without
+
     file = SourceFile.open(path)
     try:
         # The library's parser judges the header: lengths, overlaps, the end of the data.

@@ -21,11 +21,14 @@ from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
+    Hours,
     RayAddress,
     RayCores,
     RayWorkers,
+    UntilTime,
     check_engine_flags,
     ray_session,
+    seconds_left,
 )
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.report import print_page
@@ -56,6 +59,8 @@ def run(
     ray: RayAddress = None,
     ray_workers: RayWorkers = None,
     ray_cores: RayCores = None,
+    until: UntilTime = None,
+    hours: Hours = None,
 ) -> None:
     """Run HELM's evaluations with models that need not fit into memory.
 
@@ -67,16 +72,24 @@ def run(
       flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\
         -m 10 --suite first
     """
-    check_helm_flags(context, context.args)
+    began, left_s = time.time(), seconds_left(until, hours)
+    check_helm_flags(context, context.args, is_sample=left_s is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
-    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster))
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, left_s and began + left_s))
 
 
 def run_and_show(
-    arguments: Sequence[str], engine: EngineOptions, verbose: bool = False, cluster: RaySession | None = None
+    arguments: Sequence[str],
+    engine: EngineOptions,
+    verbose: bool = False,
+    cluster: RaySession | None = None,
+    until: float | None = None,
 ) -> int:
-    """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
+    """Run a suite with a panel, print its scores and what went wrong; return the exit code.
+
+    until: as of `run_suite`.
+    """
     began = time.monotonic()
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
@@ -102,7 +115,7 @@ def run_and_show(
                     cluster.connect_soon()  # while HELM is imported
                 from flexgen_helm.plugin.suite import run_suite
 
-                outcome = run_suite([*arguments, *joined], engine, cluster)
+                outcome = run_suite([*arguments, *joined], engine, cluster, until)
         except InUseError as error:
             refused = f"another run writes {suite} now; wait until it has ended, or name another --suite"
             raise UsageError(refused) from error

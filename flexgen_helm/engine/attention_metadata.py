@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from flexgen_helm.engine.packed_attention import PackedStep, block_step, has_packed_steps, prefix_step, prompt_step
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
     Begun,
@@ -189,6 +190,7 @@ class AttentionMetadata:
     token_ids, positions: [T], positions are absolute.
     table: for the compiled loop, what prompts see, and decoding tokens of the blocks of keys in shared prefixes; None
         where the segments are attended to one by one.
+    packed: steps of the compiled loop over quantized caches; none where it does not take them.
     """
 
     token_ids: TableRows
@@ -197,11 +199,14 @@ class AttentionMetadata:
     decodes: tuple[DecodeAttention, ...]
     prefixes: tuple[PrefixAttention, ...]
     table: SegmentTable | None
+    packed: tuple[PackedStep, ...] = ()
 
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp [T, Hq]."""
         if self.table is not None:
             return self._attend_compiled(at, self.table, q, k, v)
+        if self.packed:
+            return self._attend_packed(at, q, k, v)
         segments: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
         if len(segments) == 1:
             out, lse = segments[0].attend(at, q, k, v)
@@ -232,6 +237,21 @@ class AttentionMetadata:
             decoding.attend(at, q[part], k[part], v[part], prefixes, Begun(*(x[part] for x in begun)))
         for shared in self.prefixes:
             cache.done(shared.prefix.seat[0], at.layer)
+        return begun.out, begun.lse
+
+    def _attend_packed(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        cache, begun = at.cache, Begun.empty(q)
+        for prompt in self.prompts:
+            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+        for decoding in self.decodes:
+            cache.append(decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens])
+        for step in self.packed:
+            part = step.tokens
+            segments = step.table.at(step.read(cache, at.layer, k, v))
+            _attend_segments(at, q[part], segments, Begun(*(x[part] for x in begun)))
+        for block in self.blocks():
+            cache.done(block, at.layer)
         return begun.out, begun.lse
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
@@ -355,7 +375,8 @@ def build_attention_metadata(
     uploads.copy(device)
 
     # One loop attends to all segments. Where a device computes and the host attends, it takes caches alone.
-    compiles = cache.codec.cache_format is None and dtype == torch.float32 and can_attend_caches(device, dtype)
+    fmt, can_attend = cache.codec.cache_format, dtype == torch.float32 and can_attend_caches(device, dtype)
+    compiles, packs = can_attend and fmt is None, can_attend and fmt is not None and has_packed_steps(fmt)
     lengths = [(prefix.prompt_len, prefix.start) for prefix in users]
     numbers = {prefix: number for number, prefix in enumerate(users)}
     decodes = []
@@ -365,7 +386,7 @@ def build_attention_metadata(
         tokens = slice(first, first + len(block.sequences))
         starts = absolute[tokens] - cached if has_chunks else 0
         table = None
-        if cache.codec.cache_format is None and can_attend_caches(cached.device, dtype):
+        if fmt is None and can_attend_caches(cached.device, dtype):
             groups = []
             for row, sequence in enumerate(block.sequences):
                 shared = [numbers[prefix] for prefix in sequence.prefixes] if compiles else []
@@ -375,7 +396,7 @@ def build_attention_metadata(
             seen: tuple[DecodePart, ...] = (whole_part(block),)
         else:
             queries = Queries(cached, starts, mask_dtype(cached.device, dtype))
-            seen = decode_parts(block, queries, kinds, cache.codec)
+            seen = decode_parts(block, queries, () if packs else kinds, cache.codec)
         decodes.append(DecodeAttention(tokens, block, on_host, cached, new, seen, table))
 
     prefixes = []
@@ -387,8 +408,24 @@ def build_attention_metadata(
         prefixes.append(PrefixAttention(prefix, where, seen_at.on_device, seen_at.on_host, parts))
 
     table = SegmentTable.of([*_joined_groups(prompts, decodes, numbers)], positions, lengths) if compiles else None
+    packed: list[PackedStep] = []
+    if packs:
+        assert fmt is not None
+        packed += [
+            prefix_step(shared.prefix, part, tokens, positions)
+            for shared, tokens in zip(prefixes, users.values())
+            for part in shared.parts
+        ]
+        if prompts:
+            packed.append(prompt_step([(prompt.sequence, prompt.tokens) for prompt in prompts], positions, fmt))
+        for decoding in decodes:
+            window, *stored = decoding.parts
+            packed += [
+                block_step(decoding.block, decoding.tokens.start, positions, (window, part), cache.codec)
+                for part in stored or [window]
+            ]
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
-    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table)
+    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed))
 
 
 def _whole_blocks(sequence: Sequence) -> int:

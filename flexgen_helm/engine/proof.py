@@ -35,6 +35,7 @@ from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import OpenedModel
+from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
 from flexgen_helm.identity import own_digest
@@ -172,8 +173,8 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
     why = ""
     if model.device.type != "cpu" or model.is_simulated:
         why = "products of a GPU follow the number of rows; take --device cpu"
-    elif cache is not None:
-        why = f"attention to the KV cache of {model.precision.name} follows the batch; take 4bit-weights, 8bit or fp16"
+    elif cache is not None and not has_packed_steps(cache):
+        why = f"attention to the KV cache of {model.precision.name} follows the batch; take 4bit, 8bit or fp16"
     elif not can_attend_caches(model.device, torch.float32) or not multiplies_as_stored(torch.float16):
         why = "compiled loops do not work here (flexgen-helm doctor says why), and PyTorch's sums follow the batch"
     elif checkpoint.config_content is not None and not _is_proving.get():

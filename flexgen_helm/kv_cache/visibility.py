@@ -214,7 +214,7 @@ def prefix_parts(start: int, end: int, positions: SequenceOf[int], codec: Codec)
     if fmt is None:
         return (PrefixPart(start, 0, end, True, span),)
     low, high = (min(end, fmt.num_quantized(position)) for position in span)
-    step = _dequantized_at_once(codec.token_elements)
+    step = max(1, _dequantized_at_once(codec.token_elements) // codec.group_tokens) * codec.group_tokens
     parts = [PrefixPart(start, first, last, True, span) for first, last in _ranges(0, low, step)]
     parts += [PrefixPart(start, first, last, True, span, fmt) for first, last in _ranges(low, high, step)]
     if low < end:

@@ -13,15 +13,18 @@ made twice, which takes no time of the model.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from helm.benchmark import run as helm_benchmark_run
+from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
@@ -30,16 +33,19 @@ from helm.benchmark.runner import Runner
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
 from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entry, explain_failure
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
-from flexgen_helm.plugin.run_specs import entry_of, of_different_names, report_other_settings
+from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
+from flexgen_helm.plugin.samples import SEED, joining_shares, largest_sample, possible_shares
 from flexgen_helm.plugin.usage import BLOCKS_FILE, HelmRun, keep_blocks, suite_usage, write_json
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
+from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.run_entries import conf_file
@@ -69,13 +75,17 @@ class SuiteOutcome:
 
 
 def run_suite(
-    argv: Sequence[str], options: Mapping[str, Any] | None = None, ray: RaySession | None = None
+    argv: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    ray: RaySession | None = None,
+    until: float | None = None,
 ) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
     options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
         name several, separated by commas: every run of ours is then run in each of them.
     ray: compute with the workers of a Ray cluster; None computes in this process.
+    until: score a random sample of the instances, as large as is done by then (`time.time()`); None for all.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = list(dict.fromkeys(split_precisions(options.pop("precision", ""))))
@@ -84,7 +94,7 @@ def run_suite(
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
-    suite = context.suite = Suite(settings)
+    suite = context.suite = Suite(settings, until)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
     service = context.service
@@ -155,8 +165,9 @@ class Suite:
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, until: float | None = None) -> None:
         self.settings = settings
+        self.until = until
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
@@ -165,8 +176,11 @@ class Suite:
         self._stages: dict[str, float] = {}
         self._tried: list[str] = []  # runs of the second pass
         self._generated_at = 0.0  # when all results were there
-        self._blocks: dict[str, SubmittedBlock] = {}
+        self._blocks: dict[str, list[SubmittedBlock]] = {}
+        self._joining: dict[str, dict[str, float]] = {}  # run -> `joining_shares`
+        self._share = 1.0  # of the sample that is scored
         self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
+        self._kept_blocks: dict[str, dict[str, Any]] = {}  # the same, with those of this call
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
 
@@ -180,10 +194,11 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
-            counts = [(len(block.responses()), len({*block.keys})) for block in self._blocks.values()]
+            counts = [(len(block.responses()), len({*block.keys})) for block in chain(*self._blocks.values())]
             self.num_answers = sum(done for done, _ in counts), sum(total for _, total in counts)
-            while self._blocks:
-                self._blocks.popitem()[1].close()
+            for block in chain(*self._blocks.values()):
+                block.close()
+            self._blocks.clear()
             if self.executed:
                 write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
                 (self._folders[0].parent / BLOCKS_FILE).unlink(missing_ok=True)
@@ -230,29 +245,89 @@ class Suite:
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
+        self._left_blocks = read_object(Path(runner.runs_path) / BLOCKS_FILE)
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        load_s = self._compute(submissions)
+        if self.until is None:
+            load_s = self._compute(submissions)
+        else:  # the second pass takes about as long as the first one
+            load_s = self._compute_sample(submissions, self.until - (collected - started))
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _compute(self, submissions: Mapping[str, Submission]) -> float:
-        """Wait for the results of all runs; return the seconds that the first model took to load.
+    def _compute(self, submissions: Mapping[str, Submission], until: float = math.inf) -> float:
+        """Wait for results of all runs; return the seconds that the first model took to load.
 
         Further models are loaded between their blocks.
+        until: raises `TimeoutError` at that time (`time.time()`), and gives the block up.
         """
         service, began = get_context().service, time.monotonic()
         with service.hold():
-            self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
-        for block in self._blocks.values():
-            block.wait()
-        if self._blocks:
-            self._left_blocks = keep_blocks(self._folders[0].parent, service, list(self._blocks.values()))
-        errors = {name: block.error() for name, block in self._blocks.items()}
-        self._block_errors = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        loaded = [block.model for block in self._blocks.values() if service.loaded(block.model) is not None]
+            blocks = {name: service.submit(*submission[:3]) for name, submission in submissions.items()}
+        for name, block in blocks.items():
+            self._blocks.setdefault(name, []).append(block)
+        if not all(block.wait(until) for block in blocks.values()):
+            for block in blocks.values():
+                block.close()
+            raise TimeoutError
+        self._kept_blocks = keep_blocks(self._folders[0].parent, service, list(blocks.values()))
+        errors = {name: block.error() for name, block in blocks.items()}
+        self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
+        loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]
         return min((service.loading_s(model, began) for model in loaded), default=0.0)
+
+    def _compute_sample(self, submissions: Mapping[str, Submission], until: float) -> float:
+        """Do as `_compute` for a random sample of the instances of each run, as large as is done by `until`.
+
+        Raises `UsageError` if no block is.
+        """
+        for name, asked in submissions.items():
+            self._joining[name] = joining_shares(entry_of(name), asked.instances)
+        load_s = 0.0
+
+        def compute(joined: float, share: float) -> float | None:
+            nonlocal load_s
+            part, began = self._part(submissions, joined, share), time.monotonic()
+            load = self._compute(part, until)
+            load_s = load_s or load
+            responses = [done for name in part for done in self._blocks[name][-1].responses().values()]
+            is_measured = 2 * sum(response.is_cached for response in responses) < len(responses)
+            return time.monotonic() - began - load if is_measured else None
+
+        requests = [self._joining[name][key] for name, asked in submissions.items() for key, _ in asked.instances]
+        shares = possible_shares(max(map(len, self._joining.values()), default=1))
+        self._share = largest_sample(requests, shares, lambda: until - time.time(), compute)
+        if not self._share:
+            raise UsageError(
+                "the time was too short for one instance of each run entry; finished answers are stored, and the same "
+                "command with a later time goes on"
+            )
+        return load_s
+
+    def _part(self, submissions: Mapping[str, Submission], joined: float, share: float) -> dict[str, Submission]:
+        """Return the requests that take a sample from one share to another, of runs that have not failed."""
+        return {
+            name: asked._replace(
+                requests=[
+                    request
+                    for request, (key, _) in zip(asked.requests, asked.instances)
+                    if joined <= self._joining[name][key] < share
+                ]
+            )
+            for name, asked in submissions.items()
+            if name not in self._block_errors
+        }
+
+    def sampled(self, run: HelmRun, scenario_state: ScenarioState) -> ScenarioState:
+        """Return the part of a run of the second pass that is scored, and record it."""
+        joining = self._joining.get(run.name, {})
+        chosen = {key for key, share in joining.items() if share < self._share}
+        if len(chosen) == len(joining):
+            return scenario_state
+        run.sample = {"seed": SEED, "instances": len(chosen), "of": len(joining)}
+        states = [state for state in scenario_state.request_states if str(state.instance.id) in chosen]
+        return replace(scenario_state, request_states=states)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
@@ -265,7 +340,7 @@ class Suite:
             for done, run_spec in enumerate(run_specs):
                 if helm_patches.model_of(run_spec.adapter_spec) is None:
                     continue
-                report(ProgressPhase("prompts", entry_of(run_spec), done, len(run_specs), "run"))
+                report(ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run"))
                 try:
                     runner.run_one(run_spec)
                 except helm_patches.RunCollected as collected:
@@ -288,7 +363,7 @@ class Suite:
             yield
             return
         block_error = self._block_errors.get(run_spec.name)
-        report(ProgressPhase("metrics", entry_of(run_spec), len(self._tried), len(self._folders), "run"))
+        report(ProgressPhase("metrics", entry_of(run_spec.name), len(self._tried), len(self._folders), "run"))
         self._tried.append(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
@@ -302,12 +377,12 @@ class Suite:
             self.failures[run_spec.name] = cause, None if was_executed else data_folder(runner, run_spec)
             raise
         finally:
-            if run_spec.name in self._blocks:
-                self._blocks.pop(run_spec.name).close()
+            for block in self._blocks.pop(run_spec.name, ()):
+                block.close()
 
     def add(self, run: HelmRun) -> None:
-        if not run.block:  # perhaps a call computed it that was killed before it wrote the suite's totals
-            run.block = self._left_blocks.get(run.fingerprint or "", {})
+        # Perhaps a call computed it that was killed before it wrote the suite's totals.
+        run.block = (self._kept_blocks if run.block else self._left_blocks).get(run.fingerprint or "", {})
         self.executed.append(run)
 
     # What is left of it

@@ -49,6 +49,7 @@ class HelmRun:
     chat_template: what was decided about it; None for a run that only scores or continues texts.
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
+    sample: `instances` that were drawn with `seed`, of how many; None for all.
     """
 
     name: str
@@ -66,6 +67,7 @@ class HelmRun:
     chat_template: dict[str, Any] | None = None
     num_clipped: int = 0
     unfinished_thinking: int = 0
+    sample: dict[str, int] | None = None
 
     def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
         """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
@@ -116,6 +118,7 @@ class HelmRun:
             "chat_template": self.chat_template,
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
+            "sample": self.sample,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -272,19 +275,18 @@ def _model_usage(
 
 
 def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
-    """Write what was computed of `blocks`, by fingerprint; return what a killed call has left there."""
+    """Add what was computed of `blocks` to the suite's folder; return all that is there, by fingerprint."""
     path = folder / BLOCKS_FILE
-    left = read_object(path)
-    computed = {}
+    kept, computed = read_object(path), {}
     for block in blocks:
         loaded = service.loaded(block.model)
         if loaded is not None and any(not response.is_cached for response in block.responses().values()):
             computed[loaded.fingerprint] = loaded.last_run
     if computed:
         folder.mkdir(parents=True, exist_ok=True)
-        joined = {key: add_blocks(left[key], block) if key in left else block for key, block in computed.items()}
-        write_json(path, {**left, **joined})
-    return left
+        kept |= {key: add_blocks(kept[key], block) if key in kept else block for key, block in computed.items()}
+        write_json(path, kept)
+    return kept
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from flexgen_helm.report.answers import (
     read_texts,
 )
 from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.verdicts import first_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,6 +118,8 @@ class RunScores:
         """Whether the data set has no more instances than the run has; False if that is not known."""
         if self.parts:
             return all(run.has_all_instances for run in self.parts)
+        if self.run.get("sample"):
+            return False
         return self.folder is not None and has_all_instances(self.folder, self.scenario, len(self._all_digests))
 
     @cached_property
@@ -427,8 +430,12 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
 
 
 def trust_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on models that are not proved, and on runs of several releases."""
+    """Return notes, without full stops, on samples, on models that are not proved, and on runs of several releases."""
     notes = []
+    sampled = {part.entry: sample for run in runs for part in run.parts or [run] if (sample := part.run.get("sample"))}
+    if sampled:
+        parts = [f"{sample['instances']:,} of {sample['of']:,} of {entry}" for entry, sample in sampled.items()]
+        notes.append(f"Random samples of the instances: {first_names(parts)}; run without --until scores all")
     if unproved := list(dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)):
         notes.append(
             f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the scores are those of "

@@ -470,6 +470,12 @@ def choice_table(choice: Choice) -> Table:
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
 
 
+def layers_table(errors: Sequence[float]) -> Table:
+    """Return a row for the embedding and each layer, with the relative error of the hidden states after it."""
+    names = ["embedding", *(f"layer {number}" for number in range(1, len(errors)))]
+    return Table(pd.DataFrame({"hidden states after": names, "error": [f"{error:.6f}" for error in errors]}))
+
+
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
     precisions = found.precisions

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,10 +124,12 @@ class SubmittedBlock:
         self.keys = [request.key for request in requests]  # in the order submitted, repeated where they are equal
         self._service, self._jobs = service, jobs
 
-    def wait(self) -> None:
-        """Wait until every request has a result or an error. Raises `Interrupted`."""
-        for job in self._jobs:
-            self._service._wait(job)
+    def wait(self, until: float = math.inf) -> bool:
+        """Wait until every request has a result or an error, or until a time (`time.time()`); return whether they have.
+
+        Raises `Interrupted`.
+        """
+        return all(self._service._wait(job, until) for job in self._jobs)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call once every request has a result or an error, from whichever thread has the last."""
@@ -231,13 +234,16 @@ class Service:
         finally:
             self._release(jobs)
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: Job, until: float = math.inf) -> bool:
         while not job.future.done():
+            if time.time() >= until:
+                return False
             if self._interrupted.is_set():
                 raise Interrupted("interrupted; finished results are stored, the same command continues")
             if self._worker is not None and not self._worker.is_alive():
                 raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
             wait([job.future], timeout=WAIT_SLICE_S)
+        return True
 
     def interrupt(self) -> None:
         """Stop all work soon. Takes no lock: a signal handler may call it."""

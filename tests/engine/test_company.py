@@ -31,8 +31,10 @@ SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCau
 CASES = [
     *((variant, "fp16") for variant in FAST),
     ("llama", "8bit"),
+    ("llama", "4bit"),
     *(pytest.param(variant, "fp16", marks=pytest.mark.slow) for variant in SLOW),
     pytest.param("gemma2", "4bit-weights", marks=pytest.mark.slow),
+    *(pytest.param(variant, "4bit", marks=pytest.mark.slow) for variant in ("gemma2", "mixtral", "bloom")),
 ]  # fmt: skip
 
 
@@ -65,9 +67,10 @@ def tree_of_prompts(draw: random.Random, longest: int) -> list[GenerationRequest
         ids = draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(1 + draw.randrange(30))]
         return ids[: longest - 12]
 
+    most = draw.choice([[0], [0, 1, 2, 7, 12]])  # scoring alone is prefill-only
     return [
         GenerationRequest(
-            prompt_token_ids=prompt(), max_tokens=draw.choice([0, 1, 2, 7, 12]), echo_logprobs=draw.random() < 0.5,
+            prompt_token_ids=prompt(), max_tokens=draw.choice(most), echo_logprobs=draw.random() < 0.5,
             n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=seed, ignore_eos=True,
         )
         for seed in range(draw.randrange(2, 12))
@@ -136,7 +139,7 @@ def test_the_comparison_sees_a_product_that_follows_the_batch(longer, monkeypatc
 @pytest.mark.parametrize(
     ("variant", "options", "named"),
     [
-        ("llama", {"precision": "4bit"}, "KV cache of 4bit"),
+        ("llama", {"precision": "paper-4bit"}, "KV cache of paper-4bit"),
         ("llama", {"device": "sim", "limits": MemoryLimits(gpu=64 * MIB)}, "take --device cpu"),
         pytest.param("JambaForCausalLM", {}, "JambaForCausalLM over the whole batch", marks=pytest.mark.slow),
     ],
