@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexgen_helm.checkpoint.names import PREFIX, resolve
-from flexgen_helm.cli.console import print_json, say, write_file
+from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     JsonFlag,
@@ -19,9 +17,8 @@ from flexgen_helm.cli.engine_flags import (
     OutputPath,
     check_engine_flags,
     complete_model,
-    require_folder,
 )
-from flexgen_helm.cli.perplexity import MaxWindows, read_text, scoring_requests
+from flexgen_helm.cli.perplexity import MaxWindows, read_text, windows_of
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
@@ -30,7 +27,6 @@ from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts
-    from flexgen_helm.engine.engine import Engine
     from flexgen_helm.report.divergence import Divergence, Spread
 
 
@@ -60,10 +56,6 @@ def divergence(
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
     ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="With --by-layer: draw them, too.", callback=require_folder),
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top token, perplexity.
@@ -79,18 +71,15 @@ def divergence(
     check_engine_flags(engine)
     if rank_of_process() is not None:
         raise UsageError("two models are compared in one process; start divergence without torchrun")
-    if picture is not None and not by_layer:
-        raise UsageError(f"--picture {picture} is of hidden states; add --by-layer")
-    baseline = _precision(model, baseline or (None if second else "fp16"))
-    asked = engine.get("precision")
+    first = _named(model, baseline or (None if second else "fp16"))
+    asked, baseline = engine.get("precision"), first[2]
     if second is not None:
-        precisions = [_precision(second, asked)]
+        named = [first, _named(second, asked)]
     else:
-        precisions = [name for name in dict.fromkeys(split_precisions(str(asked or "4bit"))) if name != baseline]
-        if not precisions:
-            raise UsageError(
-                f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit"
-            )
+        precisions = dict.fromkeys((baseline, *split_precisions(str(asked or "4bit"))))
+        named = [(precision, model, precision) for precision in precisions]
+    if len(named) < 2:
+        raise UsageError(f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit")
     if suite is not None:
         for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows)):
             if value is not None:
@@ -101,23 +90,38 @@ def divergence(
     else:
         content, document = read_text(text), "window"
 
-    def prompts(engine: Engine) -> Mapping[str, ComparedPrompts]:
-        return by_entry if suite is not None else {"": text_windows(engine, content, window or 0, max_windows)}
+    import numpy as np
+
+    from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep, half_limits, require_comparable
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.opening import open_files
+    from flexgen_helm.report.divergence import ScoredTokens, divergence_between
 
     models = [
-        ComparedModel(name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
-        for name, precision in [(model, baseline), *((second or model, precision) for precision in precisions)]
+        (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
+        for label, name, precision in named
     ]
+    if second is not None:
+        require_comparable([open_files(resolve(name), options) for _, name, options in models], by_layer)
+    limits = half_limits(models[0][2])
+    # Opened one after the other, when they are asked for.
+    engines = (Engine.from_config(name, replace(options, limits=limits)) for _, name, options in models)
     found: dict[str, list[Divergence]] = {}
-    for entry, divergence in measure(models, prompts, by_layer):
-        if not as_json:
-            print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
-        found.setdefault(entry, []).append(divergence)
-    if picture is not None:
-        from flexgen_helm.report.pages import divergence_page
-
-        write_file(picture, divergence_page(found).to_html())
-        say(f"the picture is in {picture}")
+    with next(engines) as base:
+        if suite is None:
+            windows = [*map(tuple, windows_of(base, content, window or 0, max_windows))]
+            by_entry = {"": ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))}
+        for compared, (label, _, _) in zip(engines, models[1:]):
+            with compared:
+                for entry, prompts in by_entry.items():
+                    pair = Lockstep((base, compared), prompts, by_layer)
+                    pair.run()
+                    _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
+                    scored = ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *pair.values)
+                    divergence = divergence_between(models[0][0], label, scored, pair.layers)
+                    if not as_json:
+                        print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
+                    found.setdefault(entry, []).append(divergence)
     if as_json:
         from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite
@@ -129,12 +133,16 @@ def divergence(
             print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
 
 
-def _precision(model: str, asked: str | None) -> str:
-    """Return the precision of a model. Raises `UsageError` for another one than its name means."""
+def _named(model: str, asked: str | None) -> tuple[str, str, str]:
+    """Return what a model is called in the output, its name, and its precision.
+
+    Raises `UsageError` for another precision than its name means.
+    """
     meant = resolve(model).options.get("precision")
     if meant is not None and asked not in (None, meant):
         raise UsageError(f"the name {model} already means {meant}, and {asked} is asked for; give the model's own name")
-    return precision_named(asked or meant or "fp16").name
+    label = model.removeprefix(PREFIX) + (f"-{asked}" if asked else "")
+    return label, model, precision_named(asked or meant or "fp16").name
 
 
 def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
@@ -161,65 +169,6 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     return found
 
 
-def text_windows(engine: Engine, text: str, window: int, max_windows: int | None = None) -> ComparedPrompts:
-    """Return the windows of a text. Raises `UsageError` as `perplexity.measure` does."""
-    from flexgen_helm.engine.divergence import ComparedPrompts
-
-    ids = [request.prompt_token_ids or () for request in scoring_requests(engine, text, window, max_windows)]
-    return ComparedPrompts([*map(tuple, ids)], [range(1, len(tokens)) for tokens in ids], range(len(ids)))
-
-
-class ComparedModel(NamedTuple):
-    """A model as the user named it, and how it is opened."""
-
-    name: str
-    options: EngineConfig
-
-    def label(self, shows_name: bool) -> str:
-        precision, name = self.options.chosen_precision.name, self.name.removeprefix(PREFIX)
-        if not shows_name:
-            return precision
-        return name if precision == resolve(name).options.get("precision", "fp16") else f"{name}-{precision}"
-
-
-def measure(
-    models: Sequence[ComparedModel],
-    prompts: Callable[[Engine], Mapping[str, ComparedPrompts]],
-    by_layer: bool = False,
-) -> Iterator[tuple[str, Divergence]]:
-    """Yield how far models are from the first over each of several sets of prompts, by the set's name.
-
-    models: two are open at a time, each in half of the memory.
-    prompts: returns the sets, given the first model's engine.
-    Raises what `prompts` and `Lockstep.run` raise, and `UsageError` for models that cannot be compared.
-    """
-    import numpy as np
-
-    from flexgen_helm.engine.divergence import Lockstep, half_limits, require_comparable
-    from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.engine.opening import open_files
-    from flexgen_helm.report.divergence import ScoredTokens, divergence_between
-
-    if several := len({model.name for model in models}) > 1:
-        require_comparable([open_files(resolve(name), options) for name, options in models], by_layer)
-    labels = [model.label(several) for model in models]
-    limits = half_limits(models[0].options)
-    first, *compared = (partial(Engine.from_config, name, replace(options, limits=limits)) for name, options in models)
-    with first() as baseline:
-        sets = prompts(baseline)
-        for label, load in zip(labels[1:], compared):
-            with load() as engine:
-                for name, prompts_of_set in sets.items():
-                    pair = Lockstep((baseline, engine), prompts_of_set, by_layer)
-                    pair.run()
-                    numbers = {
-                        document: number for number, document in enumerate(dict.fromkeys(prompts_of_set.documents))
-                    }
-                    documents = [numbers[document] for document in prompts_of_set.documents]
-                    scored = ScoredTokens(np.repeat(documents, list(map(len, prompts_of_set.compared))), *pair.values)
-                    yield name, divergence_between(labels[0], label, scored, pair.layers)
-
-
 def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
     """Return a divergence as text for people; document: what it calls a part of what was compared."""
     row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
@@ -242,5 +191,5 @@ def describe(found: Divergence, entry: str = "", document: str = "window") -> st
     if found.layers is not None:
         from flexgen_helm.report.tables import layers_table, text
 
-        lines.append(text(layers_table(found.layers), 80))
+        lines.append(text(layers_table(found), 80))
     return "\n".join(lines)

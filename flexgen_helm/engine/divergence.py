@@ -39,7 +39,6 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Elements that are compared at once, in float64.
 _COMPARED_ELEMENTS = 1 << 20
-_DIFFERENT = "the two models have computed different tokens; this is a bug of flexgen_helm, please report it"
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class ComparedPrompts:
 def half_limits(options: EngineConfig) -> MemoryLimits:
     """Return half of what an engine with these options may hold in memory, for one of two."""
     limits, device = options.limits, compute_device(options.device)
-    free: dict[Any, int] = {**tier_capacities(limits, offload_folder(options))}
+    free = tier_capacities(limits, offload_folder(options))
     if device.type == "cuda" and limits.gpu is None:
         free["gpu"] = without_margin(*torch.cuda.mem_get_info(device))
-    disk = None if limits.disk is None else limits.disk // 2  # files that are there already are no new ones
-    return MemoryLimits(gpu=free["gpu"] // 2, cpu=free["cpu"] // 2, disk=disk)
+    # Without a limit of the disk both may use what is free: weight files that are there take no more of it.
+    return MemoryLimits(free["gpu"] // 2, free["cpu"] // 2, limits.disk and limits.disk // 2)
 
 
 def require_comparable(models: Sequence[tuple[Checkpoint, Tokenizer | None]], by_layer: bool) -> None:
@@ -77,14 +76,13 @@ def require_comparable(models: Sequence[tuple[Checkpoint, Tokenizer | None]], by
     configs = [checkpoint.config for checkpoint, _ in models]
     sizes = [config.vocab_size for config in configs]
     tokenizers = [tokenizer for _, tokenizer in models if tokenizer is not None]
-    if len(tokenizers) < 2:
-        if sizes[0] != sizes[1]:
-            raise UsageError(f"the models have {sizes[0]:,} and {sizes[1]:,} tokens, and not both have tokenizer files")
-    elif tokenizers[0] is not tokenizers[1]:
+    if len(tokenizers) < 2 and sizes[0] != sizes[1]:
+        raise UsageError(f"the models have {sizes[0]:,} and {sizes[1]:,} tokens, and not both have tokenizer files")
+    if len(set(tokenizers)) == 2:
         for token in range(sizes[0]):
             texts = [tokenizer.token_bytes(token) for tokenizer in tokenizers]
             if texts[0] and (token >= sizes[1] or texts[1] not in (b"", texts[0])):
-                shown = [repr(text.decode("utf-8", errors="replace")) if text else "none" for text in texts]
+                shown = [repr(text.decode(errors="replace")) if text else "none" for text in texts]
                 raise UsageError(
                     f"the models have different vocabularies: token {token} is {shown[0]} in the first and {shown[1]} "
                     "in the second; compare their scores instead, with flexgen-helm compare --baseline MODEL"
@@ -96,169 +94,147 @@ def require_comparable(models: Sequence[tuple[Checkpoint, Tokenizer | None]], by
 
 
 class Lockstep:
-    """One comparison of two engines over some prompts.
+    """One comparison of two engines over some prompts; an `Observer` of both.
 
     values: [4, tokens] of the compared tokens, numbered through the prompts: their log-probabilities by the first and
         the second model, KL(first ‖ second), and 1 where both have the same most probable token, else 0.
     """
 
     def __init__(self, engines: Sequence[Engine], prompts: ComparedPrompts, by_layer: bool = False) -> None:
-        self._engines, self._prompts, self.by_layer = engines, prompts, by_layer
-        counts = list(map(len, prompts.compared))
-        self._first = np.cumsum([0, *counts])
-        self.values = np.full((4, sum(counts)), np.nan)
+        self._engines, self._prompts, self._by_layer = engines, prompts, by_layer
+        self._first = np.cumsum([0, *map(len, prompts.compared)])
+        self.values = np.full((4, self._first[-1]), np.nan)
         # Squares of the changes, and of the first model's hidden states, after the embedding and each layer.
         self._squares = np.zeros((2, engines[0].config.num_layers + 1))
+        self.vocab_size = max(engine.config.vocab_size for engine in engines)
+        formats = [engine.cache_format for engine in engines]
+        multiples = [1 if fmt is None else fmt.prefix_multiple or 0 for fmt in formats]  # 0: it can share none
+        self.prefix_cost = PrefixCostModel(UNLIMITED, math.inf)
+        if all(multiples):
+            self.prefix_cost = replace(engines[0].prefix_cost, group_tokens=math.lcm(*multiples))
+        self._second = threading.Thread(target=self._compute, name="second model")
         self._changed = threading.Condition()
         self._turn, self._has_ended = 0, False
         self._error: BaseException | None = None
         self._laid: tuple[object, Any] | None = None
-        self.plans: list[RunPlan] = []
+        self._plans: list[RunPlan] = []
 
     @property
     def layers(self) -> tuple[float, ...] | None:
         """The relative error of hidden states after the embedding and each layer; None if it was not wanted."""
-        if not self.by_layer:
-            return None
-        changes, states = self._squares
-        return tuple(np.sqrt(changes / np.maximum(states, np.finfo(float).tiny)).tolist())
+        return tuple(np.sqrt(np.divide(*self._squares)).tolist()) if self._by_layer else None
 
     def run(self) -> None:
         """Compare. Raises the first error of either engine, and `FlexgenError` for a value that is not finite."""
-        second = threading.Thread(target=self._run, args=(1,), name="second model")
-        second.start()
-        self._run(0)  # in this thread, which Ctrl-C interrupts
-        with self._ending(0):
-            second.join()
-        second.join()
+        with self._ending():
+            self._second.start()
+            self._compute()  # in this thread, which Ctrl-C interrupts
+            self._second.join()
+        self._second.join()
         if self._error is not None:
             raise self._error
         if missing := int((~np.isfinite(self.values)).sum()):
             raise FlexgenError(f"{missing:,} of {self.values.size:,} compared values are not finite numbers")
 
-    def _run(self, number: int) -> None:
+    @property
+    def _number(self) -> int:
+        """The engine of this thread: 0 or 1."""
+        return int(threading.current_thread() is self._second)
+
+    def _compute(self) -> None:
         def raise_error(_: int, result: GenerationResult) -> None:
             if result.error is not None:
                 raise result.error
 
-        with self._ending(number), silenced() if number else nullcontext():
-            self._wait(number)
+        number = self._number
+        with self._ending(), silenced() if number else nullcontext():
             self._engines[number].run(
-                self._prompts.requests(),
-                on_result=raise_error,
-                should_stop=lambda: self.pass_turn(number),
-                observer=_Side(self, number, self._engines),
+                self._prompts.requests(), on_result=raise_error, should_stop=self._pass_turn, observer=self
             )
 
     @contextmanager
-    def _ending(self, number: int) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
         """Let the other engine go on alone at the end, or end too after an error."""
         try:
             yield
         except BaseException as error:
             self._error = self._error or error
-        finally:
-            with self._changed:
-                self._has_ended, self._turn = True, 1 - number
-                self._changed.notify_all()
+        with self._changed:
+            self._has_ended, self._turn = True, 1 - self._number
+            self._changed.notify_all()
 
-    def pass_turn(self, number: int) -> bool:
+    def _pass_turn(self) -> bool:
         """Let the other engine compute until it passes the turn back; return whether the comparison has failed."""
+        number = self._number
         with self._changed:
             if not self._has_ended:
                 self._turn = 1 - number
                 self._changed.notify_all()
-            return self._wait(number)
-
-    def _wait(self, number: int) -> bool:
-        with self._changed:
             self._changed.wait_for(lambda: self._turn == number or self._error is not None)
-        return self._error is not None
+            return self._error is not None
 
-    def meet(self, number: int, key: object, value: Any, compare: Callable[[Any], None]) -> None:
+    def _meet(self, key: object, value: Any, compare: Callable[[Any], None]) -> None:
         """Let the second engine compare the first one's value with its own; nothing of it is kept.
 
         key: says what the value is of.
-        compare: of the second engine, called with the first one's value.
+        compare: called in the second engine's thread, with the first one's value.
         """
-        if number == 0:
+        if not (number := self._number):
             self._laid = key, value
-        while (self._laid is None) == bool(number):
-            if self._has_ended or self.pass_turn(number):
-                raise FlexgenError(_DIFFERENT)
+        while (self._laid is None) == bool(number) and not self._has_ended:
+            self._pass_turn()
+        found, base = self._laid or (None, None)
+        if found != (key if number else None):
+            raise FlexgenError(
+                "the two models have computed different tokens; this is a bug of flexgen_helm, please report it"
+            )
         if number:
-            assert self._laid is not None
-            if self._laid[0] != key:
-                raise FlexgenError(_DIFFERENT)
-            compare(self._laid[1])
+            compare(base)
             self._laid = None
 
-    def compare_hidden(self, stage: int, hidden: Tensor, base: Tensor) -> None:
-        """Add up the squares of hidden states [T, H]; base: the first model's."""
-        step = max(1, _COMPARED_ELEMENTS // hidden.shape[1])
-        for first in range(0, len(hidden), step):
-            state, changed = (part[first : first + step].double() for part in (base, hidden))
-            self._squares[:, stage] += [part.square().sum().item() for part in (changed - state, state)]
-
-    def compare_logits(self, tokens: Sequence[PromptToken], logits: Tensor, base: Tensor) -> None:
-        """Compare the rows [tokens, V] that predict tokens; base: the first model's, whose V may be another."""
-        prompts, found = self._prompts, []
-        for row, token in enumerate(tokens):
-            same = [
-                int(self._first[prompt]) + prompts.compared[prompt].index(token.index)
-                for prompt in token.prompts
-                if token.index in prompts.compared[prompt]
-            ]
-            if same:
-                found.append((row, same, prompts.token_ids[token.prompts[0]][token.index]))
-        step = max(1, _COMPARED_ELEMENTS // logits.shape[1])
-        for part in (found[first : first + step] for first in range(0, len(found), step)):
-            rows, numbers, targets = zip(*part)
-            pair = [both[[*rows]] for both in (base, logits)]
-            tops = [both.argmax(-1) for both in pair]
-            p, q = (torch.log_softmax(both.double(), -1) for both in pair)
-            at = torch.tensor(targets, device=p.device)[:, None]
-            width = min(p.shape[1], q.shape[1])  # beyond it are rows of padding
-            kl = kl_divergence(p[:, :width], q[:, :width])
-            columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, (tops[0] == tops[1]).double()
-            for at_row, column in zip(numbers, torch.stack(columns, 1).cpu().numpy()):
-                self.values[:, at_row] = column[:, None]
-
-
-class _Side:
-    """One engine of the two; an `Observer`."""
-
-    def __init__(self, pair: Lockstep, number: int, engines: Sequence[Engine]) -> None:
-        self._pair, self._number = pair, number
-        self.vocab_size = max(engine.config.vocab_size for engine in engines)
-        formats = [engine.cache_format for engine in engines]
-        multiples = [1 if fmt is None else fmt.prefix_multiple for fmt in formats]
-        common = [multiple for multiple in multiples if multiple is not None]
-        self.prefix_cost = replace(engines[0].prefix_cost, group_tokens=math.lcm(*common))
-        if len(common) < len(multiples):  # one of them can share none
-            self.prefix_cost = PrefixCostModel(UNLIMITED, math.inf)
-
     def plan(self, make: Callable[[Schedule | None], RunPlan]) -> RunPlan:
-        pair = self._pair
-
         def join(make_first: Callable[[Schedule | None], RunPlan]) -> None:
             plans = [plan(None) for plan in (make_first, make)]
             if plans[0].schedule != plans[1].schedule:
                 plans = [plan(ZIGZAG) for plan in (make_first, make)]  # both can follow that
             limits = common_limits([plan.limits for plan in plans])
-            pair.plans = [replace(plan, limits=limits) for plan in plans]
+            self._plans = [replace(plan, limits=limits) for plan in plans]
 
-        pair.meet(self._number, "plan", make, join)
-        return pair.plans[self._number]
+        self._meet("plan", make, join)
+        return self._plans[self._number]
 
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
-        if self._pair.by_layer:
-            self._pair.meet(
-                self._number, (stage, checksum(batch)), hidden, partial(self._pair.compare_hidden, stage, hidden)
-            )
+        def compare(base: Tensor) -> None:
+            step = max(1, _COMPARED_ELEMENTS // hidden.shape[1])
+            for pair in zip(base.split(step), hidden.split(step)):
+                states, changed = (part.double() for part in pair)
+                self._squares[:, stage] += [part.square().sum().item() for part in (changed - states, states)]
+
+        if self._by_layer:
+            self._meet((stage, checksum(batch)), hidden, compare)
 
     def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        self._pair.meet(self._number, tokens, logits, partial(self._pair.compare_logits, tokens, logits))
+        self._meet(tokens, logits, partial(self._compare_logits, tokens, logits))
+
+    def _compare_logits(self, tokens: Sequence[PromptToken], logits: Tensor, base: Tensor) -> None:
+        """Compare the rows [tokens, V] that predict tokens; base: the first model's, whose V may be another."""
+        prompts = self._prompts
+        found = [
+            (row, int(self._first[prompt]) + compared.index(token.index), prompts.token_ids[prompt][token.index])
+            for row, token in enumerate(tokens)
+            for prompt in token.prompts
+            if token.index in (compared := prompts.compared[prompt])
+        ]
+        step = max(1, _COMPARED_ELEMENTS // logits.shape[1])
+        for first in range(0, len(found), step):
+            rows, numbers, targets = map(list, zip(*found[first : first + step]))
+            pair = base[rows], logits[rows]
+            same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
+            p, q = (torch.log_softmax(both.double(), -1) for both in pair)
+            at, width = torch.tensor(targets, device=p.device)[:, None], min(p.shape[1], q.shape[1])
+            kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
+            columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
+            self.values[:, numbers] = torch.stack(columns).cpu().numpy()
 
 
 def kl_divergence(baseline: Tensor, compared: Tensor) -> Tensor:

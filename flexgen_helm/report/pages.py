@@ -20,7 +20,6 @@ from flexgen_helm.terminal import fill
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.problem import PlanningProblem
-    from flexgen_helm.report.divergence import Divergence
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for; the design of tables says so.
@@ -59,12 +58,10 @@ _DIVERGENCE_NOTE = (
     "{baseline} are made of, its answers included"
 )
 
-_LAYERS_NOTE = "The relative error is the norm of the change, over all tokens, divided by that of the baseline's"
-
 
 @dataclass(frozen=True)
 class Plot:
-    """A line through points, in percent of the plot's area; ticks: position and label."""
+    """A line through points on logarithmic axes, in percent of the plot's area; ticks: position and label."""
 
     label: str
     x_title: str
@@ -266,25 +263,6 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem,
     return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)
 
 
-def divergence_page(found: Mapping[str, Sequence[Divergence]]) -> Page:
-    """Build the page of `flexgen-helm divergence --picture`; found: by run entry, of which a text has none."""
-    sections = []
-    for entry, divergence in ((entry, one) for entry, several in found.items() for one in several):
-        errors = divergence.layers or ()
-        last, largest = max(1, len(errors) - 1), max(errors, default=0.0) or 1.0
-        plot = Plot(
-            f"The relative error rises to {largest:.3g} over {count(last, 'layer')}",
-            "layers that were computed (0: the embedding)",
-            "relative error of hidden states",
-            [(100 * number / last, 100 * error / largest, "") for number, error in enumerate(errors)],
-            [(100 * number / last, str(number)) for number in dict.fromkeys((0, last // 2, last))],
-            [(100 * share, f"{share * largest:.3g}") for share in (0, 0.5, 1)],
-        )
-        title = f"{entry}: " * bool(entry) + f"{divergence.precision} against {divergence.baseline}"
-        sections.append(Section(title, [tables.layers_table(errors)], [_LAYERS_NOTE], plot))
-    return Page("Where the loss arises", "", sections, {})
-
-
 def _of_model(runs: Sequence[RunScores]) -> str:
     models = {run.typed_model for run in runs}
     return f" of {models.pop()}" if len(models) == 1 else ""
@@ -322,7 +300,8 @@ def _comparison_section(
     speeds = tables.speeds_table(model.speeds, model.kind)
     choice, divergence = map(model.extras.get, ("choice", "divergence"))
     first = [tables.choice_table(choice)] if choice else []
-    last = [tables.divergence_table(divergence, model.baseline)] if divergence else []
+    layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
+    last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
     return Section(title, [*first, *tables.verdict_tables(model), *shown, speeds, *last], notes)
 
 

@@ -15,11 +15,11 @@ from urllib.parse import quote
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.files import duration, rate_text, size, spelled_duration
+from flexgen_helm.files import count, duration, rate_text, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
+from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
@@ -470,10 +470,16 @@ def choice_table(choice: Choice) -> Table:
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
 
 
-def layers_table(errors: Sequence[float]) -> Table:
+def layers_table(found: Divergence) -> Table:
     """Return a row for the embedding and each layer, with the relative error of the hidden states after it."""
-    names = ["embedding", *(f"layer {number}" for number in range(1, len(errors)))]
-    return Table(pd.DataFrame({"hidden states after": names, "error": [f"{error:.6f}" for error in errors]}))
+    errors = found.layers or ()
+    cells = {
+        "after": ["embedding", *(f"layer {number}" for number in range(1, len(errors)))],
+        "error": [f"{error:.6f}" for error in errors],
+        "of the largest": ["█" * round(20 * error / (max(errors) or 1.0)) for error in errors],
+    }
+    of = f"{found.precision} against {found.baseline}, {count(found.tokens, 'token')}"
+    return Table(pd.DataFrame(cells), f"Relative error of hidden states, {of}")
 
 
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:

@@ -319,7 +319,7 @@ def test_a_prompt_that_only_the_second_cannot_take_is_refused(pair, tmp_path):
 
 def test_values_that_are_not_finite_are_refused(engines, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Lockstep, "compare_logits", lambda *_: None)
+        patch.setattr(Lockstep, "_compare_logits", lambda *_: None)
         with pytest.raises(FlexgenError, match="of 360 compared values are not finite"):
             Lockstep(engines, whole([[*range(2, 93)]])).run()
 
@@ -342,14 +342,17 @@ def test_models_that_compute_different_tokens_are_noticed(engines, monkeypatch, 
 # What cannot be compared, before weights are read.
 
 
-class Words(SimpleNamespace):
+class Words:
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
     def token_bytes(self, token: int) -> bytes:
         return self.words[token].encode() if token < len(self.words) else b""
 
 
 def opened(words: str | None, rows: int, layers: int = 3, width: int = 48) -> Any:
     config = SimpleNamespace(vocab_size=rows, num_layers=layers, state_size=width)
-    return SimpleNamespace(config=config), None if words is None else Words(words=words.split())
+    return SimpleNamespace(config=config), None if words is None else Words(words.split())
 
 
 @pytest.mark.parametrize(

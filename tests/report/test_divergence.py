@@ -81,6 +81,7 @@ def test_compare_shows_it_beside_the_verdicts(tmp_path, capsys):
     (kl,) = text_divergence().precisions
     for text in (capsys.readouterr().out, (suite / "flexgen_compare.html").read_text()):
         assert "Divergence from fp16 on book.txt, nats" in text and f"{kl.kl.mean:.5f}" in text
+        assert "Relative error of hidden states, 4bit against fp16" in text and "█" * 20 in text
 
 
 @pytest.mark.parametrize(

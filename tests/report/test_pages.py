@@ -10,7 +10,7 @@ import pytest
 from flexgen_helm.planner.search import frontier_points
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
-from flexgen_helm.report.pages import comparison_page, divergence_page, frontier_page, suite_page
+from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, browser
 from tests.helpers.planning_problems import small
@@ -40,7 +40,20 @@ def suite(tmp_path_factory):
         write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
     spread = Spread(400, 0.145660, (0.127202, 0.167136), 0.092935, 0.852513, 1.580980)
-    kl = Divergence("fp16", "4bit", 12276, 12, 26.1786, 30.042, 1.1476, (1.1239, 1.1765), 0.787, spread, spread)
+    kl = Divergence(
+        "fp16",
+        "4bit",
+        12276,
+        12,
+        26.1786,
+        30.042,
+        1.1476,
+        (1.1239, 1.1765),
+        0.787,
+        spread,
+        spread,
+        tuple(np.linspace(0, 0.35, 81) ** 2),
+    )
     entries = ("wikitext", "boolq:only_contrast=True")
     found = SuiteDivergence(
         "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
@@ -56,16 +69,11 @@ def suite(tmp_path_factory):
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
     problem = small(64, 150, endless=True)
     frontier = frontier_page(frontier_points(problem, 4), problem, "opt-30b")
-    layers = replace(
-        kl, precision="a-model-with-a-long-name-70b-instruct", layers=tuple(np.linspace(0, 0.123, 81) ** 2)
-    )
-    drawn = divergence_page({"boolq:only_contrast=True": [layers, replace(kl, layers=(0.0, 0.0))]})
-    (folder / "divergence.html").write_text(drawn.to_html(), encoding="utf-8")
     (folder / "frontier.html").write_text(frontier.to_html(), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models", "frontier", "divergence"])
+@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models", "frontier"])
 def test_a_page_is_readable(window, suite, name):
     window.open(suite / f"{name}.html")
     found = {}
