@@ -179,8 +179,10 @@ class RunPair:
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
                 interval, test = paired.interval_and_test()
+                look = min(base.look, run.look)
+                test = test and replace(test, p_value=min(1.0, test.p_value / look))
                 has_all = base.has_all_instances and total == base.num_scored
-                verdict = equivalence(paired, test, margin, has_all=has_all)
+                verdict = equivalence(paired, test, margin, has_all=has_all, look=look)
                 if paired.are_shares:
                     changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
                     flips = Flips(paired.lost, paired.won, changed)
