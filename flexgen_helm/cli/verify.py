@@ -93,7 +93,7 @@ def verify(
     log-probabilities within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a
     run was given need not be given again, but for --generation-config and --unverified.
 
-    Of lm-eval FILE is results_….json, with --log_samples.
+    Of lm-eval FILE is results_….json, written with --log_samples.
 
     Example:
       flexgen-helm verify mine --sample 5% --bundle mine.jsonl.zst
@@ -122,12 +122,11 @@ def verify(
     is_bundle = manifest is not None
     manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
     models = [_find_model(source, model, engine, is_bundle) for source in sources]
-    checked: list[Checked] = []
-    bundled = []
-    for answer, computed in _check(manifest.sources, models, drawn, reference is not None):
-        checked.append(answer)
-        bundled.append(computed)
-        report(ProgressPhase("verify", "", len(checked), len(drawn), "answer"))
+    answered = []
+    for pair in _check(manifest.sources, models, drawn, reference is not None):
+        answered.append(pair)
+        report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
+    checked, bundled = zip(*answered)
     different = [answer for answer in checked if not answer["equal"]]
     bound = upper_bound(len(different), len(drawn), manifest.population)
     if as_json:

@@ -496,10 +496,8 @@ class LoneService(Service):
     def __init__(self, engine: Engine) -> None:
         super().__init__(EngineLoader())
         self._lone_engine = engine
+        self.interrupt()  # nothing is preloaded
         self.answers: dict[str, tuple[GenerationRequest, GenerationResult]] = {}
-
-    def preload(self, model: ModelArguments, use_cache: bool = True) -> None:
-        """The engine is loaded."""
 
     def _enqueue(self, *block: object, **settings: object) -> list[Job]:
         return []
