@@ -250,7 +250,7 @@ class FlexgenLM(TemplateLM):
         import torch
 
         record = self._service.record(self._model, self._chat)
-        known = {key: record.get(key) for key in ("precision", "fingerprint")}
+        known = {"precision": self._model.config.precision, "fingerprint": record.get("fingerprint")}
         return {**known, "flexgen_run": {**record, "seed": torch.initial_seed()}}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
