@@ -82,6 +82,8 @@ def compare(
 ) -> None:
     """Compare FP16 with other precisions of a model: verdicts, flips, differences by instance, 95 % intervals, tests.
 
+    With a model as --baseline, such as the original of a GGUF file, all models of the suite are compared with it.
+
     Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
 
     Example:
@@ -98,7 +100,7 @@ def compare(
 
     fraction = check_margin(margin)
     folder = output_path / "runs" / suite
-    baseline = baseline.removeprefix(PREFIX)
+    baseline = baseline.removeprefix(PREFIX).replace("/", "--")
     models = compare_suite(folder, baseline, fraction)
     if choose:
         models = choose_precisions(models, by)

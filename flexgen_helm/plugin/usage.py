@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ RUN_FILE = "flexgen_run.json"
 BLOCKS_FILE = "flexgen_blocks.json"
 # What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing was computed here.
 _BLOCK_KEYS = (
-    "origin", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes", "peak_workspace_bytes",
-    "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s", "achieved_placement", "hardware",
-    "proved", "batch_invariant", "rounded_weights", "generation_config", "finished_at",
+    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
+    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
+    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
+    "finished_at",
 )  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
 
@@ -133,21 +134,24 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        origin = before.get("origin") or self.block.get("origin") or local_origin(self.model)
-        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), "origin": origin})
+        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
 
 
-def local_origin(model: ModelArguments) -> str | None:
-    """Return where a model's weights are from, as its engine would say it; None if no file of it is on this machine."""
-    from flexgen_helm.checkpoint.fetch import local_weights, origin_of
+@cache
+def local_files(model: ModelArguments) -> dict[str, Any]:
+    """Return `origin` of a model's weights, as its engine would say it, and `checkpoint_bytes` of each stored type.
+
+    Empty if no file of the model is on this machine.
+    """
+    from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
 
-    with suppress(FlexgenError, OSError):
+    with suppress(FlexgenError, OSError, ValueError):
         resolved = resolve(model.path, model.revision)
         path = local_weights(resolved)
         if path is not None and model.config.weights == "pretrained":
-            return origin_of(resolved, path)
-    return None
+            return {"origin": origin_of(resolved, path), "checkpoint_bytes": bytes_by_type(path)}
+    return {}
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:
