@@ -129,6 +129,15 @@ def test_a_suite_ends_when_its_pairs_are_decided(tmp_path):
     assert {record["look"] for record in records(place)} == {None}
 
 
+def test_two_models_are_a_pair_as_well(tmp_path):
+    place = Place(tmp_path)
+    entries = ["-r", *(f"simple_mcqa:model=flexgen/{name}" for name in ("opt-125m", "opt-350m"))]
+    process = place.start("suite", *entries, "-m", "60", "--suite", "s", "--until-decided", "--margin", "20")
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, output
+    assert [record["sample"]["instances"] for record in records(place)] == [30, 30]
+
+
 def test_completed_runs_and_no_runs_have_no_blocks(tmp_path):
     place = Place(tmp_path)
     place.run("suite", *PRECISIONS)
