@@ -36,7 +36,7 @@ def divergence(
     second: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL2]",
+            metavar="MODEL2",
             help="A model with the same vocabulary to compare with the first, instead of precisions.",
             show_default=False,
             autocompletion=complete_model,
