@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, reduce, wraps
+from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -419,5 +419,5 @@ def _run_entries_to_run_specs(
 def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
     """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
     if (suite := get_context().suite) is not None:
-        suite.collect(runner, run_specs)
+        suite.collect(runner, run_specs, partial(original, runner, run_specs))
     original(runner, run_specs)

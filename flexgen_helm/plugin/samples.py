@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 SEED = 0
 # Shares at which a sample may end: of so many instances more than at the one before.
 _STEP = 1.1
+# Shares at which a suite is looked at that ends when its pairs are decided.
+LOOKS = [2.0**-halvings for halvings in range(5, -1, -1)]
 # A block may be so many times as large as the last one that was measured.
 _GROWTH = 8
 # A block begins where so many times its predicted seconds are left.
@@ -48,17 +50,18 @@ def possible_shares(most_instances: int) -> list[float]:
 
 def largest_sample(
     requests: Iterable[float], shares: Sequence[float], left_s: Callable[[], float],
-    compute: Callable[[float, float], float | None],
+    compute: Callable[[float, float], float | None], one_by_one: bool = False,
 ) -> float:  # fmt: skip
     """Compute blocks while one more is predicted to end in time; return the share of the sample, 0 for none.
 
-    requests: the joining share of each. shares: at which the sample may end.
+    requests: the joining share of each. shares: at which the sample may end, or with `one_by_one` each block.
     compute: computes the requests from one share to another; returns its seconds, None if most answers were stored.
         Raises `TimeoutError` if the time is up before.
     """
     ordered, measured, joined = sorted(requests), list[tuple[int, float]](), 0.0
     while larger := [share for share in shares if share > joined]:
-        work = [bisect_left(ordered, share) - bisect_left(ordered, joined) for share in larger]
+        candidates = larger[:1] if one_by_one else larger
+        work = [bisect_left(ordered, share) - bisect_left(ordered, joined) for share in candidates]
         index = largest_block(work, measured, left_s())
         if index is None:
             break

@@ -50,6 +50,7 @@ class HelmRun:
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
     sample: `instances` that were drawn with `seed`, of how many; None for all.
+    look: share of the level that a test of it may spend, with --until-decided.
     """
 
     name: str
@@ -68,6 +69,7 @@ class HelmRun:
     num_clipped: int = 0
     unfinished_thinking: int = 0
     sample: dict[str, int] | None = None
+    look: float | None = None
 
     def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
         """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
@@ -119,6 +121,7 @@ class HelmRun:
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
             "sample": self.sample,
+            "look": self.look,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),

@@ -179,8 +179,10 @@ class RunPair:
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
                 interval, test = paired.interval_and_test()
+                look = min(base.look, run.look)
+                test = test and replace(test, p_value=min(1.0, test.p_value / look))
                 has_all = base.has_all_instances and total == base.num_scored
-                verdict = equivalence(paired, test, margin, has_all=has_all)
+                verdict = equivalence(paired, test, margin, has_all=has_all, look=look)
                 if paired.are_shares:
                     changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
                     flips = Flips(paired.lost, paired.won, changed)
@@ -268,7 +270,8 @@ class ModelComparison:
     def inconclusive(self) -> list[str]:
         """Models that are compared with another one which is not of full precision."""
         base, lacks = self.base, self.base.is_full_precision is False
-        return list(dict.fromkeys(run.label for run in self.runs if lacks and run.model != base.model))
+        runs = [pair.run for pair in self.pairs.values()]
+        return list(dict.fromkeys(run.label for run in runs if lacks and run.model != base.model))
 
     @cached_property
     def remedy(self) -> str:
@@ -277,7 +280,7 @@ class ModelComparison:
         if not self.inconclusive or base.folder is None:
             return ""
         suite, original = base.folder.parent.name, original_of(base.model) or original_of(str(base.run.get("origin")))
-        if full := [run.label for run in self.runs if run.is_full_precision]:
+        if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
         entries = [entry for entry, label in self.pairs if label == self.inconclusive[0]]

@@ -122,6 +122,11 @@ class RunScores:
             return False
         return self.folder is not None and has_all_instances(self.folder, self.scenario, len(self._all_digests))
 
+    @property
+    def look(self) -> float:
+        """Share of the level that a look at this sample may spend: 1 but with --until-decided."""
+        return min((part.look for part in self.parts), default=self.run.get("look") or 1.0)
+
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Return what HELM was asked to do with the instances; {} for a pool, or if it is not known."""
@@ -436,6 +441,11 @@ def trust_notes(runs: Sequence[RunScores]) -> list[str]:
     if sampled:
         parts = [f"{sample['instances']:,} of {sample['of']:,} of {entry}" for entry, sample in sampled.items()]
         notes.append(f"Random samples of the instances: {first_names(parts)}; run without --until scores all")
+    if (look := min((run.look for run in runs), default=1.0)) < 1:
+        notes.append(
+            f"Samples grew until pairs were decided: p-values are divided by {look:.3g}, what the last look may spend "
+            "of the level; intervals are not wider for it"
+        )
     if unproved := list(dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)):
         notes.append(
             f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the scores are those of "

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.paired import equivalence_p_value
 from flexgen_helm.report.scores import read_scores
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.helm_runs import ENTRIES, Place, figures
@@ -95,3 +96,42 @@ def test_what_cannot_be_is_said_before_anything_is_read(tmp_path):
         "suite", "--hours", "1e-9", expect=2
     )
     assert place.events()["answer"] == 0
+
+
+def decided(place, *flags):
+    """The shares that were computed until a suite of 60 instances was decided, and what it printed."""
+    process = place.start("suite", "-r", *ENTRIES, "-m", "60", "--suite", "s", "--until-decided", *PRECISIONS, *flags)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, output
+    return [record["sample"] and record["sample"]["instances"] for record in records(place)], output
+
+
+def test_a_suite_ends_when_its_pairs_are_decided(tmp_path):
+    """Both precisions of the fake answer alike: 30 instances without a flip show 20 points, at a level of 1.25 %."""
+    place = Place(tmp_path)
+    (instances, output) = decided(place, "--margin", "20")
+    assert instances == [30] * 4
+    assert place.events()["answer"] == 2 * (30 + 60)
+    assert "Samples grew until pairs were decided: p-values are divided by 0.25" in " ".join(output.split())
+    folder = tmp_path / "benchmark_output" / "runs" / "s"
+    (model,) = compare_suite(folder, margin=0.2)
+    assert {one.equivalence.decision for one in model.comparisons} == {"equivalent"}
+    for one in model.comparisons:
+        assert one.equivalence.p_value == pytest.approx(4 * equivalence_p_value(0, 0, 30, 0.2)) and one.instances == 30
+    assert sum(record["num_reused"] for record in records(place)) == 0
+    # A smaller margin needs more instances than there are: all are computed, and the looks are still paid for.
+    assert decided(place, "--margin", "1")[0] == [None] * 4
+    assert {record["look"] for record in records(place)} == {0.5}
+    (model,) = compare_suite(folder, margin=0.01)
+    assert {one.equivalence.decision for one in model.comparisons} <= {"not decided", "cannot decide"}
+    # Run again without looks, it is a comparison like all others.
+    place.run("suite", *PRECISIONS)
+    assert {record["look"] for record in records(place)} == {None}
+
+
+def test_one_model_in_one_precision_has_no_pair(tmp_path):
+    said = Place(tmp_path).run("suite", "--until-decided", expect=2)
+    assert "--until-decided compares precisions or models: give two, for example --precision fp16,4bit" in said
+    assert "--margin 70 is not between 0 and 50" in Place(tmp_path).run(
+        "suite", "--until-decided", "--margin", "70", expect=2
+    )

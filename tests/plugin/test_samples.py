@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
-from flexgen_helm.plugin.samples import joining_shares, largest_block, largest_sample, possible_shares
+from flexgen_helm.plugin.samples import LOOKS, joining_shares, largest_block, largest_sample, possible_shares
+from flexgen_helm.report.paired import equivalence_p_value
 
 INSTANCES = 600
 
@@ -116,3 +120,64 @@ def test_most_of_the_time_is_used_in_few_blocks(begin_s):
     possible = (100 - begin_s) / 0.2
     # 10 s of each block are its beginning: five blocks leave half of the time.
     assert np.median(shares) > (0.45 if begin_s == 10 else 0.8) * possible and max(blocks) <= 6
+
+
+# Looks, until all pairs are decided
+
+SEQUENCES, SIZE, MARGIN = 2000, 1000, 0.03
+
+
+@cache
+def equivalence_p(lost, won, count):
+    return equivalence_p_value(lost, won, count, MARGIN)
+
+
+@cache
+def worse_p(lost, won):
+    return binomtest(lost, lost + won).pvalue if lost > won else 1.0
+
+
+def claims(difference, flips, seed, spends=lambda share, before: share - before):
+    """Of 2,000 sequences of looks, how many claim 'equivalent', and how many 'worse', at a look of their own choice."""
+    draw = np.random.default_rng(seed)
+    found = {"equivalent": 0, "worse": 0}
+    for _ in range(SEQUENCES):
+        outcomes = draw.random(SIZE)
+        lost, won = outcomes < (flips + difference) / 2, outcomes > 1 - (flips - difference) / 2
+        before, claimed = 0.0, set()
+        for share in LOOKS:
+            number = int(np.ceil(SIZE * share))
+            counts, level = (int(lost[:number].sum()), int(won[:number].sum())), 0.05 * spends(share, before)
+            before = share
+            claimed |= {"equivalent"} if equivalence_p(*counts, number) <= level else set()
+            claimed |= {"worse"} if worse_p(*counts) <= level else set()
+        for claim in claimed:
+            found[claim] += 1
+    return {claim: number / SEQUENCES for claim, number in found.items()}
+
+
+@pytest.mark.parametrize(
+    "difference, flips, wrong",
+    [
+        (MARGIN, 0.03, "equivalent"),  # at the margin; all flips are losses
+        (MARGIN, 0.10, "equivalent"),
+        (0.04, 0.08, "equivalent"),  # beyond it
+        (0.0, 0.05, "worse"),
+        (0.0, 0.20, "worse"),
+        (-0.01, 0.05, "worse"),
+    ],
+)
+def test_a_sequence_of_looks_is_wrong_in_at_most_5_percent(difference, flips, wrong):
+    """Whatever the rule is that ends the sequence: also if a claim at any of the looks counts."""
+    assert claims(difference, flips, seed=1)[wrong] <= 0.05
+
+
+def test_looks_at_the_whole_level_would_be_wrong_more_often():
+    assert claims(0.0, 0.2, seed=1, spends=lambda share, before: 1.0)["worse"] > 0.05
+    assert claims(MARGIN, 0.1, seed=1, spends=lambda share, before: 1.0)["equivalent"] > 0.05
+
+
+def test_looks_decide_what_is_clear():
+    assert claims(0.0, 0.02, seed=1)["equivalent"] > 0.9 and claims(0.10, 0.12, seed=1)["worse"] > 0.99
+    assert LOOKS[-1] == 1.0 and sorted(LOOKS) == LOOKS
+    assert sum(share - before for share, before in zip(LOOKS, [0.0, *LOOKS])) == 1.0

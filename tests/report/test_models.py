@@ -161,6 +161,15 @@ def test_a_run_that_knows_the_types_speaks_for_those_that_do_not(tmp_path):
     assert verdicts(tmp_path, "a")[0] == {"b": INCONCLUSIVE}
 
 
+def test_models_without_a_shared_run_entry_ask_for_nothing(tmp_path):
+    write(tmp_path, "a", Q4_1, "4bit")
+    write(tmp_path, "a", Q4_1)
+    write(tmp_path, "other", FULL, name="imdb")
+    texts, model = verdicts(tmp_path, "a")
+    assert texts == {"a-4bit": NOTHING_LACKS} and model.remedy == ""
+    assert any("imdb was run in other only" in note for note in model.notes)
+
+
 def test_one_model_alone_cannot_be_compared_with_itself(tmp_path):
     write(tmp_path, "a", FULL)
     with pytest.raises(UsageError, match="it has a in fp16; run the same entries with another model"):
