@@ -32,18 +32,13 @@ BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
 NATIVE = {name for architecture in ARCHITECTURES.values() for name in architecture.hf_names}
 # Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
 REFUSED = {
-    "AXK2ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "CodeGenForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
     "DbrxForCausalLM": "cannot run layer by layer",  # experts outside transformers' interface
-    "DeepseekV32ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "DeepseekV4ForCausalLM": "passes its layers input_ids",
     "DiffLlamaForCausalLM": "call attention 2 times",
     "DogeForCausalLM": "cannot run layer by layer",  # masks that depend on values
     "DoryForCausalLM": "is no linear layer",
-    "Dots3NoteForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "GPTJForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
-    "GlmMoeDsaForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "HYV4ForCausalLM": "cannot run layer by layer",
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
@@ -54,9 +49,11 @@ REFUSED = {
 }
 # Classes that do not declare transformers' attention interface, and use it.
 UNDECLARED = {
-    "BambaForCausalLM", "BioGptForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "LaraMiniForCausalLM",
-    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM", "StableLmForCausalLM",
+    "BailingHybridForCausalLM", "BambaForCausalLM", "BartForCausalLM", "BioGptForCausalLM", "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
+    "LaraMiniForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
+    "PLBartForCausalLM", "PegasusForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM", "StableLmForCausalLM", "WhisperForCausalLM",
 }  # fmt: skip
 # Models of several parts, whose language model is a class of its own in this list; and one whose random model
 # answers with the padding token, which moves positions.
@@ -104,6 +101,7 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
         for tensor in model.state_dict(keep_vars=True).values():  # buffers that checkpoints have, too
             if tensor.is_floating_point():
                 tensor.copy_(tensor.normal_(0, 0.3).half().float())
+    model.generation_config.forced_eos_token_id = None  # decoders of translators force the end
     copy.deepcopy(model).half().save_pretrained(folder)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ FAST = (
 )  # fmt: skip
 OFFLOADED = {
     "device": "sim",
-    "limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
+    "limits": MemoryLimits(gpu=128 * MIB, cpu=128 * MIB, disk=256 * MIB),
     "policy": Policy(3, 2, 0.2, 0.4, 0.3, 0.4, 0.3, 0.4),
 }
 
@@ -259,6 +260,26 @@ def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_origina
     together = model.model.rotary_emb(torch.zeros(1, 1, 8), positions)[0][:, : len(short)]
     alone = model.model.rotary_emb(torch.zeros(1, 1, 8), positions[:, : len(short)])[0]
     assert (together - alone).abs().max() > 0.1  # the guard's inverse
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, tmp_path):
+    """Beyond `index_topk` keys transformers leaves some out, so longer prompts are refused."""
+    model = saved(name, tmp_path, index_topk=24)
+    prompts = [[*range(5, 5 + length)] for length in (25, 26, 7)]  # the last token is not fed
+    asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in prompts]
+    with Engine.from_pretrained(tmp_path) as engine:
+        whole, longer, short = engine.run(asked)
+    assert max(off(model, result) for result in (whole, short)) < TOLERANCE
+    assert "26" in str(longer.error) and "24" in str(longer.error)
+    ids = torch.tensor([[*range(5, 45)]])
+    model.config.index_topk = 1000
+    dense = copy.deepcopy(model)
+    for layer in dense.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.index_topk = 1000
+    difference = (model(input_ids=ids).logits - dense(input_ids=ids).logits).abs().amax(-1)[0]
+    assert difference[:24].max() < 1e-5 < 0.01 < difference[24:].max()  # the guard's inverse
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ class TransformersDecoder:
         """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
         layer += self.config.layers_before
         kind, modules = self._modules.kind(layer), self._model.layers[layer]
-        if not kind.router:
+        if not kind.router or self._modules.streams > 1:
             return None
         x = self._state.hidden(hidden)
         with (

@@ -48,8 +48,9 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             raise
         raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
     model.set_experts_implementation(IMPLEMENTATION)
-    for module in model.modules():
+    for module in [*model.modules()]:
         adapt(module)
+    model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or ()), r"\.indexer\."]
     return model.eval()
 
 

@@ -211,8 +211,18 @@ def _let_llama4_select(block: Any) -> None:
     experts._apply_gate, block.forward = apply_gate, forward
 
 
+def _select_all(*positional: Any, **named: Any) -> None:
+    """Stand for an indexer, which selects all keys as long as there are no more than `index_topk`."""
+
+
 def adapt(module: Any) -> None:
-    """Let a module attend to latents instead of expanding them, and name the experts that it selects."""
+    """Let a module attend to latents instead of expanding them, and to all keys, and name the experts that it selects.
+
+    The context of a model with indexers ends where they would leave keys out (`read_config`).
+    """
+    if "indexer" in module._modules:
+        del module._modules["indexer"]
+        module.__dict__["indexer"] = _select_all
     if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
         module.__dict__["flexgen_helm_latents"] = _Latents(module)
     if type(module).__name__ == "Llama4TextMoe":  # computes experts outside of `transformers`' experts interface

@@ -120,8 +120,9 @@ class LayeredModel:
 
     @property
     def base(self) -> Any:
-        """The model without its language-model head."""
-        return self.model.base_model
+        """The model without its language-model head, and without what wraps a decoder that has no encoder."""
+        base: Any = self.model.base_model
+        return getattr(base, "decoder", base)
 
     @property
     def layer_input_table(self) -> Any:
@@ -161,19 +162,22 @@ class LayeredModel:
             for given, names in zip(recorded, self._cache_names)
         ]
 
-    def _run(self, model: Any, arguments: Mapping[str, Tensor]) -> Any:
+    def _run(self, model: Any, arguments: Mapping[str, Any]) -> Any:
         """Run without padding: without a mask, models read the positions, for which the host waits.
 
         Masks on the meta device have no values, and models with recurrent layers read them.
         """
         positions = arguments["position_ids"]
-        mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
+        counts = "position_ids" not in parameter_names(self.base)
+        if counts:  # it numbers tokens from those that its cache has on
+            arguments = {**arguments, "past_key_values": PastOfTokens(positions)}
+        mask = None if positions.device.type == "meta" and not counts else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
         with _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
+        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H] or [1, T, S, H]."""
         out = self.layers[index](hidden, *arguments.positional, **arguments.named)
         self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
         result: Tensor = out[0] if isinstance(out, tuple) else out
@@ -182,12 +186,13 @@ class LayeredModel:
     def after(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run the code after the layers -> logits [1, N, V].
 
-        hidden: [1, N, H], or [S, 1, N, H] of S streams.
+        hidden: [1, N, H], or of S streams [S, 1, N, H] or [1, N, S, H].
         positions: [1, N], of any value.
         """
         for state in self._states:
             state.recorded, state.result = None, hidden
-        arguments = {"inputs_embeds": hidden if hidden.dim() == 3 else hidden[0], "position_ids": positions}
+        embeds = hidden if hidden.dim() == 3 else hidden[:, :, 0] if hidden.shape[0] == 1 else hidden[0]
+        arguments = {"inputs_embeds": embeds, "position_ids": positions}
         try:
             logits: Tensor = self._run(self.model, self._with_layer_inputs(arguments)).logits
         finally:
@@ -269,6 +274,14 @@ class PastOfTokens:
         """Return the number of tokens before, which models add to 0 … T - 1 to have positions [T]."""
         positions = self._positions[0]
         return positions - torch.arange(len(positions), device=positions.device)
+
+    # Sizes of masks, which are not made.
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
 
     def update(self, keys: Tensor, values: Tensor, *layer: Any, **named: Any) -> tuple[Tensor, Tensor]:
         return keys, values
@@ -354,7 +367,8 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the list of decoder layers, by its length; of several the outermost."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config = model.config.get_text_config()
+    count = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
     lists = [
         (name, module)
         for name, module in model.named_modules()

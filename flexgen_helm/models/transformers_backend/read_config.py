@@ -31,7 +31,7 @@ from flexgen_helm.models.transformers_backend.trace import (
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
 # Names of the context length; a model of states alone may have none, and then takes more than any request has.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "max_target_positions")
 _ANY_LENGTH = 1 << 20
 
 
@@ -52,8 +52,10 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
         name = type(model.model).__name__
         try:
             trace = trace_layers(model)
-        except UnsupportedArchitectureError:
-            raise
+        except UnsupportedArchitectureError as error:
+            if name in str(error):
+                raise
+            raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {error}") from error
         except Exception as error:  # whatever a module does with shapes that it does not expect
             if not getattr(type(model.model), "_supports_attention_backend", False):
                 raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}") from error
@@ -129,6 +131,7 @@ def _modules(
         for layer, of_layer in enumerate(trace.layers)
         for key, (k, v) in of_layer.shared.items()
     )  # fmt: skip
+    axis = 2 if len(trace.hidden) == 4 and trace.hidden[0] == 1 else 0
     return ModulesConfig(
         class_name=name,
         text=text,
@@ -141,7 +144,8 @@ def _modules(
         table_key=f"{paths[id(table)]}.weight",
         head_key=f"{paths[id(head)]}.weight",
         table_rows=table.weight.shape[0],
-        streams=trace.streams,
+        streams=trace.hidden[axis] if len(trace.hidden) == 4 else 1,
+        streams_axis=axis,
         shared_keys=shared,
         **inputs,
     )
@@ -193,10 +197,12 @@ def _moe(kinds: list[LayerKind]) -> MoEConfig | None:
 def _max_positions(config: Any) -> int:
     """Return the context length, as far as a token's rotation depends on its position alone.
 
-    LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
+    LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context. Sparse
+    attention takes all keys as long as there are no more than `index_topk`.
     """
     sizes = (getattr(config, name, None) for name in _POSITIONS)
     longest = next((size for size in sizes if isinstance(size, int) and size > 0), _ANY_LENGTH)
+    longest = min(longest, getattr(config, "index_topk", None) or longest)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):

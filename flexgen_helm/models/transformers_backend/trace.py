@@ -60,12 +60,12 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """before, after: identities of the modules outside the layers that were called. streams: of hidden states."""
+    """before, after: identities of the modules outside the layers that were called. hidden: shape of hidden states."""
 
     layers: list[LayerTrace]
     before: set[int]
     after: set[int]
-    streams: int
+    hidden: tuple[int, ...]
 
 
 def trace_layers(model: LayeredModel) -> ModelTrace:
@@ -111,7 +111,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
             hidden = out
         with register_module_forward_pre_hook(lambda module, given: after.add(id(module))):
             model.after(hidden, positions)
-    return ModelTrace(layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1)
+    return ModelTrace(layers, before, after, tuple(hidden.shape))
 
 
 def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
