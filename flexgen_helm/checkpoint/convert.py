@@ -50,8 +50,7 @@ from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, plain_tensor
-from flexgen_helm.checkpoint.safetensors_checkpoint import read_header
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors, read_header
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import existing_folder, naming, size, sync_folder, write_synced

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
@@ -19,11 +20,13 @@ from flexgen_helm.checkpoint.fingerprint import (
     is_quick_to_hash,
     snapshot_fingerprint,
 )
-from flexgen_helm.checkpoint.folder import gguf_parts, identity_files, read_config, weight_files
+from flexgen_helm.checkpoint.folder import CONFIG, gguf_parts, identity_files, read_config, read_json, weight_files
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.stored_tensors import joined, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
@@ -115,6 +118,27 @@ def origin_of(model: ResolvedModel, path: Path) -> str:
     if model.hub_repo is not None:
         return f"{model.hub_repo}@{path.name}"
     return Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
+
+
+def bytes_by_type(path: Path) -> dict[str, int]:
+    """Return stored type -> bytes of the tensors of a model's files; codes have the name of what quantized them.
+
+    path: what `fetch` returned. Headers alone are read.
+    """
+    sizes: Counter[str] = Counter()
+    codes = ""
+    if path.suffix == ".gguf":
+        from flexgen_helm.checkpoint.gguf_header import read_gguf_header  # the gguf package takes half a second
+
+        headers = [read_gguf_header(part).tensors for part in gguf_parts(path)]
+    else:
+        headers = list(map(read_header, [path] if path.is_file() else weight_files(path)))
+        config = (path.parent if path.is_file() else path) / CONFIG
+        if quantization := read_quantization(read_json(config), config):
+            codes = quantization.title
+    for tensor in joined(headers).values():
+        sizes[codes if codes and tensor.dtype[0] in "IU" else tensor.dtype] += tensor.size
+    return dict(sizes)
 
 
 def _fetch_wheel_model() -> Path:

@@ -38,7 +38,7 @@ _BASE_NAME = re.compile(r"[-_](base|pt|pretrained)\b")
 _BASE_FAMILY = re.compile(r"(qwen(1\.5|2|2\.5)|smollm2?)(?![\d.])")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
 # An ending that other programs use for a precision: '-8bit', '-int4', '-bf16', '-q4_0'.
-_FOREIGN_PRECISION = re.compile(r"-((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE)
+_FOREIGN_PRECISION = re.compile(r"[-.]((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE)
 _KINDS_OF_NAMES = (
     "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder with config.json and "
     "safetensors files, by a .gguf file, or in the file that FLEXGEN_HELM_MODELS names"
@@ -265,6 +265,17 @@ def known_names() -> dict[str, str]:
             aliases |= {entry.hub_repo: entry.name}
             aliases.setdefault(entry.hub_repo.partition("/")[2], entry.name)
     return aliases
+
+
+def original_of(name: str) -> str | None:
+    """Return the catalog's name of the model that `name`, of a quantized one or of its file, is made of, if any."""
+    known = {alias.lower(): model for alias, model in known_names().items()}
+    base = re.split(r"/|--", name.partition("@")[0].removesuffix(".gguf").lower())[-1]
+    while ending := _FOREIGN_PRECISION.search(base):
+        base = base[: ending.start()]
+        if base in known:
+            return known[base]
+    return None
 
 
 def close_names(name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
-from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
+from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
     deciding_files,
@@ -29,10 +27,10 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, Logica
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import (
     StoredRange,
-    StoredTensor,
     find_stored,
     joined,
     match_tensors,
+    read_header,
 )
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
@@ -144,24 +142,3 @@ class SafetensorsCheckpoint(Checkpoint):
 def _tiles(tensor: LogicalTensor) -> Iterator[torch.Tensor]:
     """Yield the elements of a tensor; none of one whose type no weight has, which is refused by its name."""
     return tensor.tiles([range(tensor.num_rows)] if tensor.dtype in FLOAT_TYPES else [])
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or corrupt."""
-    file = SourceFile.open(path)
-    try:
-        # The library's parser judges the header: lengths, overlaps, the end of the data.
-        with safe_open(path, framework="pt"):
-            pass
-    except (OSError, MemoryError):  # the library says of all that the file is missing
-        raise CheckpointError(f"{path} cannot be opened; free memory, or allow more files (ulimit -n)") from None
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
-    length = int.from_bytes(file.read(0, 8, "header length"), "little")
-    header = json.loads(bytes(file.read(8, length, "header")))
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
-    return tensors

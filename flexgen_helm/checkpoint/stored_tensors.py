@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,29 @@ class StoredTensor:
     def read(self, offset: int, size: int) -> bytearray:
         """Read `size` bytes of the data from `offset` on."""
         return self.file.read(self.offset + offset, size, f"tensor {self.name}")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or corrupt."""
+    from safetensors import SafetensorError, safe_open  # registration does without
+
+    file = SourceFile.open(path)
+    try:
+        # The library's parser judges the header: lengths, overlaps, the end of the data.
+        with safe_open(path, framework="np"):
+            pass
+    except (OSError, MemoryError):  # the library says of all that the file is missing
+        raise CheckpointError(f"{path} cannot be opened; free memory, or allow more files (ulimit -n)") from None
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
+    length = int.from_bytes(file.read(0, 8, "header length"), "little")
+    header = json.loads(bytes(file.read(8, length, "header")))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    return tensors
 
 
 def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:

@@ -1,10 +1,8 @@
-"""`flexgen-helm divergence`: how far precisions are from a baseline, on a text or on the runs of a suite."""
+"""`flexgen-helm divergence`: how far precisions or a second model are from a baseline, on a text or a suite's runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,27 +16,32 @@ from flexgen_helm.cli.engine_flags import (
     ModelName,
     OutputPath,
     check_engine_flags,
-    load_engine,
+    complete_model,
 )
-from flexgen_helm.cli.perplexity import MaxWindows, read_text, scoring_requests
-from flexgen_helm.config import EngineOptions
+from flexgen_helm.cli.perplexity import MaxWindows, read_text, windows_of
+from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
+from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.divergence import ComparedPrompts
-    from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.engine.executor import OnLogits
-    from flexgen_helm.report.divergence import Divergence
-    from flexgen_helm.report.paired import Vector
-
-DEFAULT_ROWS = 400
+    from flexgen_helm.report.divergence import Divergence, Spread
 
 
 def divergence(
     model: ModelName,
     engine: EngineOptions,
+    second: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL2]",
+            help="A model with the same vocabulary to compare with the first, instead of precisions.",
+            show_default=False,
+            autocompletion=complete_model,
+        ),
+    ] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")] = None,
     window: Annotated[int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")] = None,
     suite: Annotated[
@@ -46,38 +49,37 @@ def divergence(
         typer.Option(metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."),
     ] = None,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The first model's precision. Default: its name's, else fp16.")
+    ] = None,
     max_windows: MaxWindows = None,
-    rows: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Tokens whose whole distributions are compared, of each run entry.")
-    ] = DEFAULT_ROWS,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure how far other precisions are from FP16: KL divergence, same top token, perplexity.
+    """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top token, perplexity.
 
     It compares on a text, in the windows of `perplexity`, or on the tokens that make the scores of a suite: the answers
-    of the baseline's runs, or what these runs scored. --precision may name several, with commas between; 4bit is the
-    default. The baseline's distributions wait on the disk, in the folder of --offload-dir.
+    of the first model's runs, or what these runs scored. Without a second model, --precision may name several, with
+    commas between; 4bit is the default. Two compute side by side, each in half of the memory, and nothing is stored.
 
     Example:
       flexgen-helm divergence smollm2-135m-instruct-q4_1 \\
         --text book.txt --window 1024 --precision 8bit,4bit
     """
     check_engine_flags(engine)
-    precision_named(baseline)
-    named = split_precisions(str(engine.get("precision", "4bit")))
-    precisions = [name for name in dict.fromkeys(named) if name != baseline]
-    if not precisions:
+    if rank_of_process() is not None:
+        raise UsageError("two models are compared in one process; start divergence without torchrun")
+    first = _named(model, baseline or (None if second else "fp16"))
+    asked, baseline = engine.get("precision"), first[2]
+    if second is not None:
+        named = [first, _named(second, asked)]
+    else:
+        precisions = dict.fromkeys((baseline, *split_precisions(str(asked or "4bit"))))
+        named = [(precision, model, precision) for precision in precisions]
+    if len(named) < 2:
         raise UsageError(f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit")
-    if (meant := resolve(model).options.get("precision")) is not None:
-        raise UsageError(
-            f"the name {model} already means {meant}; give the model's own name, and the precision with --precision"
-        )
-
-    def load(precision: str) -> Engine:
-        return load_engine(model, {**engine, "precision": precision})
-
-    folder = None if engine.get("offload_dir") is None else Path(str(engine["offload_dir"]))
     if suite is not None:
         for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows)):
             if value is not None:
@@ -88,14 +90,38 @@ def divergence(
     else:
         content, document = read_text(text), "window"
 
-    def prompts(engine: Engine) -> dict[str, ComparedPrompts]:
-        return by_entry if suite is not None else {"": text_windows(engine, content, window or 0, max_windows)}
+    import numpy as np
 
+    from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep, half_limits, require_comparable
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.opening import open_files
+    from flexgen_helm.report.divergence import ScoredTokens, divergence_between
+
+    models = [
+        (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
+        for label, name, precision in named
+    ]
+    if second is not None:
+        require_comparable([open_files(resolve(name), options) for _, name, options in models], by_layer)
+    limits = half_limits(models[0][2])
+    # Opened one after the other, when they are asked for.
+    engines = (Engine.from_config(name, replace(options, limits=limits)) for _, name, options in models)
     found: dict[str, list[Divergence]] = {}
-    for entry, divergence in measure(load, [baseline, *precisions], prompts, rows, folder):
-        if not as_json:
-            print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
-        found.setdefault(entry, []).append(divergence)
+    with next(engines) as base:
+        if suite is None:
+            windows = [*map(tuple, windows_of(base, content, window or 0, max_windows))]
+            by_entry = {"": ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))}
+        for compared, (label, _, _) in zip(engines, models[1:]):
+            with compared:
+                for entry, prompts in by_entry.items():
+                    pair = Lockstep((base, compared), prompts, by_layer)
+                    pair.run()
+                    _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
+                    scored = ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *pair.values)
+                    divergence = divergence_between(models[0][0], label, scored, pair.layers)
+                    if not as_json:
+                        print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
+                    found.setdefault(entry, []).append(divergence)
     if as_json:
         from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite
@@ -107,6 +133,18 @@ def divergence(
             print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
 
 
+def _named(model: str, asked: str | None) -> tuple[str, str, str]:
+    """Return what a model is called in the output, its name, and its precision.
+
+    Raises `UsageError` for another precision than its name means.
+    """
+    meant = resolve(model).options.get("precision")
+    if meant is not None and asked not in (None, meant):
+        raise UsageError(f"the name {model} already means {meant}, and {asked} is asked for; give the model's own name")
+    label = model.removeprefix(PREFIX) + (f"-{asked}" if asked else "")
+    return label, model, precision_named(asked or meant or "fp16").name
+
+
 def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
     """Return what the runs of a model in the baseline were asked and answered, by run entry.
 
@@ -116,7 +154,7 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
 
     name = model.removeprefix(PREFIX).replace("/", "--")
     every = [run for run in read_finished_runs(suite) if run.precision == baseline]
-    runs = [run for run in every if run.model == name]
+    runs = [run for run in every if run.model in (name, resolve(model).name)]
     if not runs:
         there = ", ".join(dict.fromkeys(run.model for run in every)) or "no run"
         raise UsageError(f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}")
@@ -131,81 +169,27 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     return found
 
 
-def text_windows(engine: Engine, text: str, window: int, max_windows: int | None = None) -> ComparedPrompts:
-    """Return the windows of a text. Raises `UsageError` as `perplexity.measure` does."""
-    from flexgen_helm.engine.divergence import ComparedPrompts
-
-    ids = [request.prompt_token_ids or () for request in scoring_requests(engine, text, window, max_windows)]
-    return ComparedPrompts([*map(tuple, ids)], [range(1, len(tokens)) for tokens in ids], range(len(ids)))
-
-
-def measure(
-    load: Callable[[str], AbstractContextManager[Engine]],
-    precisions: Sequence[str],
-    prompts: Callable[[Engine], Mapping[str, ComparedPrompts]],
-    rows: int = DEFAULT_ROWS,
-    folder: Path | None = None,
-) -> Iterator[tuple[str, Divergence]]:
-    """Yield the divergence of other precisions from the first over each of several sets of prompts, by its name.
-
-    load: opens the model in a precision; one is open at a time.
-    prompts: returns the sets, given the baseline's engine.
-    rows: tokens of a set whose whole distributions are compared.
-    folder: where the baseline's rows wait; None for the folder of offloaded weights.
-    Raises what `prompts` raises, the error of a result, and `UsageError` if the disk has no room.
-    """
-    import numpy as np
-
-    from flexgen_helm.checkpoint.paths import state_dir
-    from flexgen_helm.engine.divergence import BaselineRows, RowDivergence
-    from flexgen_helm.report.divergence import ScoredTokens, divergence_between
-
-    def logprobs(engine: Engine, compared: ComparedPrompts, on_logits: OnLogits) -> Vector:
-        scores: list[float | None] = []
-        for result, tokens in zip(engine.run(compared.requests(), on_logits=on_logits), compared.compared):
-            if result.error is not None:
-                raise result.error
-            scores += (result.prompt_logprobs or ())[tokens.start : tokens.stop]
-        return np.array(scores, np.float64)
-
-    baseline, *compressed = precisions
-    folder = state_dir() / "offload" if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as resources:
-        kept, base = {}, {}
-        with load(baseline) as engine:
-            sets = prompts(engine)
-            for name, compared in sets.items():
-                baseline_rows = BaselineRows(folder, compared.compared, rows, engine.config.vocab_size)
-                kept[name] = resources.enter_context(baseline_rows)
-                base[name] = logprobs(engine, compared, kept[name])
-        for precision in compressed:
-            with load(precision) as engine:
-                for name, compared in sets.items():
-                    found = RowDivergence(kept[name])
-                    scores = logprobs(engine, compared, found)
-                    found.require_all()
-                    numbers = {document: number for number, document in enumerate(dict.fromkeys(compared.documents))}
-                    documents = [numbers[document] for document in compared.documents]
-                    scored = ScoredTokens(
-                        np.repeat(documents, list(map(len, compared.compared))),
-                        base[name], scores, found.same_top == 1, kept[name].sampled, found.exact,
-                    )  # fmt: skip
-                    yield name, divergence_between(baseline, precision, scored)
-
-
 def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
     """Return a divergence as text for people; document: what it calls a part of what was compared."""
-    kl, row = found.kl, "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
-    interval = "" if kl.interval is None else f"{kl.interval[0]:.6f} … {kl.interval[1]:.6f}"
-    mean, *quantiles = (f"{value:.6f}" for value in (kl.mean, kl.median, kl.p99, kl.largest))
+    row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
+
+    def spread(title: str, of: Spread) -> str:
+        interval = "" if of.interval is None else f"{of.interval[0]:.6f} … {of.interval[1]:.6f}"
+        mean, *quantiles = (f"{value:.6f}" for value in (of.mean, of.median, of.p99, of.largest))
+        return row(title, mean, interval, *quantiles)
+
     lines = [
         f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
         f"{count(found.tokens, 'token')} in {count(found.documents, document)}",
         f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times {found.baseline_perplexity:.4f}"
         + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
         f"  same top token at {found.same_top:.2%}",
-        row("KL divergence, nats", "mean", "95 % interval", "median", "99 %", "largest"),
-        row(f"{kl.tokens:,} tokens, exact", mean, interval, *quantiles),
+        row("nats", "mean", "95 % interval", "median", "99 %", "largest"),
+        spread("KL divergence", found.kl),
+        spread("|log-probability|", found.logprob),
     ]
+    if found.layers is not None:
+        from flexgen_helm.report.tables import layers_table, text
+
+        lines.append(text(layers_table(found), 80))
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -235,6 +236,38 @@ OutputPath = Annotated[
     Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
 ]
 DEFAULT_OUTPUT = Path("benchmark_output")
+
+
+# When a suite ends: of `run` and `plan`.
+
+UntilTime = Annotated[
+    str | None,
+    typer.Option(
+        "--until",
+        metavar="HH:MM",
+        help="Score a random sample of the instances of every run entry, as large as is done by this time.",
+        show_default=False,
+    ),
+]
+Hours = Annotated[
+    float | None, typer.Option(metavar="HOURS", help="As --until, so many hours from now.", show_default=False)
+]
+
+
+def seconds_left(until: str | None, hours: float | None) -> float | None:
+    """Return the seconds to the next such time of day, or of the hours; None where neither is given."""
+    if until is not None and hours is not None:
+        raise UsageError("--until and --hours both say when the suite ends; leave one of them out")
+    if until is not None:
+        now = datetime.now()
+        try:
+            at = datetime.combine(now, datetime.strptime(until, "%H:%M").time())
+        except ValueError:
+            raise UsageError(f"--until {until!r} is no time of day; write for example --until 07:00") from None
+        return (at if at > now else at + timedelta(days=1)).timestamp() - now.timestamp()
+    if hours is not None and not 0 < hours < math.inf:
+        raise UsageError(f"--hours {hours:g} is no duration; write for example --hours 8")
+    return None if hours is None else 3600 * hours
 
 
 # The flags of `flexgen-helm run` for several machines.

@@ -133,8 +133,11 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
     return given
 
 
-def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
-    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`."""
+def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: bool = False) -> None:
+    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`.
+
+    is_sample: instances are computed in blocks until a time.
+    """
     given = parse_helm_flags(args)
     if given.h:
         typer.echo(context.get_help())
@@ -144,6 +147,9 @@ def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
             "run needs -r, one or more run entries, or -c, a file with them, for example "
             "-r simple_mcqa:model=flexgen/opt-125m"
         )
+    if is_sample and (given.disable_cache or given.server_url):
+        flag = "--disable-cache" if given.disable_cache else "--server-url"
+        raise UsageError(f"--until and --hours need answers that are computed and stored here; leave {flag} out")
     if given.max_eval_instances is None:
         raise UsageError("run needs -m, the largest number of instances per scenario, for example -m 100")
     if given.max_eval_instances < 1:

@@ -59,7 +59,8 @@ def measure(engine: Engine, text: str, window: int, max_windows: int | None = No
     The perplexity is infinite where a float cannot hold it.
     Raises `UsageError` if the window exceeds the model's or the text has no token to score.
     """
-    requests = scoring_requests(engine, text, window, max_windows)
+    windows = windows_of(engine, text, window, max_windows)
+    requests = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in windows]
     logprobs = scored_logprobs(engine.run(requests))
     nll = -math.fsum(logprobs)
     mean = nll / len(logprobs)
@@ -74,8 +75,8 @@ def read_text(path: Path) -> str:
         raise UsageError(f"--text {path} is not UTF-8: {error}") from error
 
 
-def scoring_requests(engine: Engine, text: str, window: int, max_windows: int | None) -> list[GenerationRequest]:
-    """Return a request for each window of a text. Raises `UsageError` as `measure` does."""
+def windows_of(engine: Engine, text: str, window: int, max_windows: int | None) -> list[Sequence[int]]:
+    """Return the tokens of each window of a text. Raises `UsageError` as `measure` does."""
     if engine.tokenizer is None:
         raise UsageError(f"the model {engine.name} has no tokenizer files, so it cannot read a text")
     if window > engine.config.max_positions:
@@ -83,7 +84,7 @@ def scoring_requests(engine: Engine, text: str, window: int, max_windows: int | 
     scored = windows(engine.tokenizer.encode(text, add_special_tokens=False), window)[:max_windows]
     if not scored:
         raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")
-    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in scored]
+    return scored
 
 
 def scored_logprobs(results: Sequence[GenerationResult]) -> list[float]:

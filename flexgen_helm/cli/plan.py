@@ -13,9 +13,11 @@ from flexgen_helm.cli.console import output, print_csv, print_json, print_table,
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     CsvFlag,
+    Hours,
     JsonFlag,
     OutFile,
     OutputPath,
+    UntilTime,
     complete_hardware,
     complete_model,
     require_folder,
@@ -115,6 +117,8 @@ def plan(
         typer.Option(metavar="NAME", help="With -c: take the prompts of this suite, which run --dry-run has made."),
     ] = None,
     output_path: OutputPath = DEFAULT_OUTPUT,
+    until: UntilTime = None,
+    hours: Hours = None,
     from_csv: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Instead: compare a table of measured throughputs with predictions."),
@@ -136,8 +140,8 @@ def plan(
     """
     has_entries = bool(conf_paths or run_entries)
     lengths = [value is not None for value in (prompt_len, gen_len, num_seqs)]
-    if not has_entries and (max_eval_instances is not None or suite is not None):
-        raise UsageError("-m and --suite are for run entries; add -c FILE or -r ENTRY")
+    if not has_entries and any(value is not None for value in (max_eval_instances, suite, until, hours)):
+        raise UsageError("-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY")
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, frontier, picture, has_entries)):
             raise UsageError(
@@ -161,7 +165,7 @@ def plan(
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
         folder = None if suite is None else output_path / "runs" / suite
-        print_suite(asked, entries, max_eval_instances, folder)
+        print_suite(asked, entries, max_eval_instances, folder, until, hours)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
-from flexgen_helm.cli.engine_flags import to_arguments
+from flexgen_helm.cli.engine_flags import seconds_left, to_arguments
 from flexgen_helm.cli.plan_problem import Asked, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
+from flexgen_helm.report.paired import margin_shown
 
 if TYPE_CHECKING:
     import pandas
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
-# Seconds of a night, and instances that are tried where the asked ones take longer.
-_NIGHT_S, _FEWER = 8 * 3600.0, (100, 10)
+_NIGHT_S = 8 * 3600.0
+# Share of answers whose score differs between two precisions or models, for which shown differences are told.
+FLIPS = 0.05
 _BASES = {
     "prompts": "real prompts",
     "measured": "measured once",
@@ -76,10 +79,18 @@ def entry_workloads(
     return workloads
 
 
-def print_suite(asked: Asked, entries: Sequence[str], most_instances: int | None, suite: Path | None) -> None:
+def print_suite(
+    asked: Asked,
+    entries: Sequence[str],
+    most_instances: int | None,
+    suite: Path | None,
+    until: str | None,
+    hours: float | None,
+) -> None:
     """Search the plan of run entries and print it.
 
     most_instances: None for as many as the suite's prompts were made for. suite: folder with prompts of theirs.
+    until, hours: of a run that scores a random sample.
     """
     from flexgen_helm.cli.suite_lengths import made_prompts
     from flexgen_helm.planner.plan import plan_suite
@@ -91,13 +102,16 @@ def print_suite(asked: Asked, entries: Sequence[str], most_instances: int | None
     problem = problem_for(asked)
     flags = to_arguments({**asked.engine, "precision": asked.precision})
     flags = ["-m", str(most_instances), "--suite", "planned", *flags]
-    workloads = partial(entry_workloads, entries, problem, made=made)
-    planned = plan_suite(problem, workloads(most_instances), asked.compares and not asked.as_csv)
+    workloads = entry_workloads(entries, problem, most_instances, made)
+    planned = plan_suite(problem, workloads, asked.compares and not asked.as_csv)
+    left_s = seconds_left(until, hours)
+    sample = _sample(planned, left_s or _NIGHT_S)
+    flags += [] if left_s is None else ["--until", until] if until else ["--hours", f"{hours:g}"]
     name = None if asked.stages > 1 else asked.helm_name
-    commands = [] if name is None else _commands(planned, name, flags)
+    commands = [] if name is None else _commands(planned, name, flags, planned.is_one_run or left_s is not None)
     if asked.as_json:
         named = {"model": asked.model, "hardware": problem.hardware.name, "precision": problem.precision.name}
-        print_json({**named, **planned.to_json(), "commands": commands})
+        print_json({**named, **planned.to_json(), "sample": sample, "commands": commands})
     elif asked.as_csv:
         import pandas
 
@@ -107,13 +121,16 @@ def print_suite(asked: Asked, entries: Sequence[str], most_instances: int | None
         print_csv(rows)
     else:
         _print(planned, asked.model, commands)
-        output().print(_tonight(planned, workloads, most_instances))
+        shares = f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
+        output().print(f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: {shares}.")
+        if left_s is not None:
+            print_table(_sample_table(sample))
 
 
-def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str]) -> list[str]:
+def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool) -> list[str]:
     """Return the command of one run, or of each scenario, the longest first. The engine plans for the real lengths."""
     runs = sorted(planned.scenarios, key=lambda scenario: -scenario.alone.seconds)
-    pieces = [[entry for run in runs for entry in run.entries]] if planned.is_one_run else [run.entries for run in runs]
+    pieces = [[entry for run in runs for entry in run.entries]] if is_one_run else [run.entries for run in runs]
     commands = []
     for piece in pieces:
         entries = []
@@ -124,26 +141,25 @@ def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str]) -> list[
     return commands
 
 
-def _tonight(planned: SuitePlan, workloads: Callable[[int], Sequence[EntryWorkload]], most_instances: int) -> str:
-    """Say what ends within a night: the most exact precision that does, else as few instances as do."""
-    found = [suite for suite in planned.by_precision.values() if suite is not None] or [planned]
-    quickest = min(found, key=lambda suite: suite.total.seconds)
-    fewer = [(quickest, most) for most in _FEWER if most < most_instances]
-    for suite, most in [*((suite, most_instances) for suite in found), *fewer]:
-        about, high = suite.total.seconds, suite.total.high
-        if most < most_instances:
-            entries = workloads(most)
-            about = suite.seconds(entries, "expected")
-            high = suite.made.spread.of_time(suite.seconds(entries, "longest"))[1]
-        if high <= _NIGHT_S:
-            named = f"{suite.made.problem.precision.name}, -m {most}"
-            return f"Tonight: {named}, about {spelled_duration(about)}, at most {spelled_duration(high)}."
-    return f"Nothing of this ends within {spelled_duration(_NIGHT_S)}; take a smaller model."
+def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
+    """Return the share of the instances that one run computes in so many seconds, and what it is of each entry."""
+
+    def share(length: str, spread: float) -> float:
+        """To a thousandth."""
+        return bisect_right(range(1, 1001), left_s, key=lambda n: spread * planned.sample_s(n / 1000, length)) / 1000
+
+    expected, least = share("expected", 1.0), share("longest", planned.made.spread.high)
+    entries = [
+        {"entry": entry.entry, "instances": number, "of": entry.instances, "difference": margin_shown(number, FLIPS)}
+        for entry in planned.entries
+        if (number := math.ceil(expected * entry.instances))
+    ]
+    return {"seconds": left_s, "share": expected, "least_share": least, "entries": entries}
 
 
 def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
     made, total, console = planned.made, planned.total, output()
-    entries = [entry for scenario in planned.scenarios for entry in scenario.entries]
+    entries = planned.entries
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
     console.print(
         f"{model} ({made.problem.precision.name}) on {made.problem.hardware.name}: {number}, "
@@ -186,6 +202,14 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         more = f"; --json has all {len(commands)} commands" if len(commands) > 1 else ""
         console.print(f"To run it{', the longest first' if more else ''}{more}:")
         console.print(f"  {command}", soft_wrap=True)
+
+
+def _sample_table(sample: Mapping[str, Any]) -> pandas.DataFrame:
+    import pandas
+
+    table = pandas.DataFrame(sample["entries"])
+    table["difference"] = [f"{100 * value:.1f} pp" for value in table["difference"]]
+    return table.rename(columns={"difference": f"shows, at {FLIPS:.0%} flips"}).astype(str)
 
 
 def _precisions_table(planned: SuitePlan) -> pandas.DataFrame:

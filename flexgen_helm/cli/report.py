@@ -82,6 +82,8 @@ def compare(
 ) -> None:
     """Compare FP16 with other precisions of a model: verdicts, flips, differences by instance, 95 % intervals, tests.
 
+    With a model as --baseline, such as the original of a GGUF file, all models of the suite are compared with it.
+
     Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
 
     Example:
@@ -96,11 +98,10 @@ def compare(
     from flexgen_helm.report.scores import finite
     from flexgen_helm.report.tables import comparisons_frame
 
-    if not 0 < margin < 50:
-        raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")
+    fraction = check_margin(margin)
     folder = output_path / "runs" / suite
-    baseline = baseline.removeprefix(PREFIX)
-    models = compare_suite(folder, baseline, margin / 100)
+    baseline = baseline.removeprefix(PREFIX).replace("/", "--")
+    models = compare_suite(folder, baseline, fraction)
     if choose:
         models = choose_precisions(models, by)
     if divergence is not None:
@@ -118,6 +119,13 @@ def compare(
     else:
         print(page.to_markdown(), end="", flush=True)
     _write_page(page, folder / COMPARE_FILE)
+
+
+def check_margin(points: float) -> float:
+    """Return the margin as a fraction."""
+    if not 0 < points < 50:
+        raise UsageError(f"--margin {points:g} is not between 0 and 50 percentage points")
+    return points / 100
 
 
 def write_report(suite_report: SuiteReport, page: Page, folder: Path) -> None:

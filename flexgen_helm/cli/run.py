@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import locale
+import math
 import os
 import shlex
 import sys
@@ -21,14 +22,17 @@ from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
+    Hours,
     RayAddress,
     RayCores,
     RayWorkers,
+    UntilTime,
     check_engine_flags,
     ray_session,
+    seconds_left,
 )
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
-from flexgen_helm.cli.report import print_page
+from flexgen_helm.cli.report import check_margin, print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
@@ -56,6 +60,12 @@ def run(
     ray: RayAddress = None,
     ray_workers: RayWorkers = None,
     ray_cores: RayCores = None,
+    until: UntilTime = None,
+    hours: Hours = None,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="End when every pair of precisions or models is decided.")
+    ] = False,
+    margin: Annotated[float, typer.Option(help="With --until-decided: as of compare.")] = 1.0,
 ) -> None:
     """Run HELM's evaluations with models that need not fit into memory.
 
@@ -67,16 +77,25 @@ def run(
       flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\
         -m 10 --suite first
     """
-    check_helm_flags(context, context.args)
+    left_s = math.inf if (left := seconds_left(until, hours)) is None and until_decided else left
+    ends = None if left_s is None else (time.time() + left_s, check_margin(margin) if until_decided else None)
+    check_helm_flags(context, context.args, is_sample=ends is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
-    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster))
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, ends))
 
 
 def run_and_show(
-    arguments: Sequence[str], engine: EngineOptions, verbose: bool = False, cluster: RaySession | None = None
+    arguments: Sequence[str],
+    engine: EngineOptions,
+    verbose: bool = False,
+    cluster: RaySession | None = None,
+    ends: tuple[float, float | None] | None = None,
 ) -> int:
-    """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
+    """Run a suite with a panel, print its scores and what went wrong; return the exit code.
+
+    ends: `until` and `margin` of `run_suite`.
+    """
     began = time.monotonic()
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
@@ -102,7 +121,7 @@ def run_and_show(
                     cluster.connect_soon()  # while HELM is imported
                 from flexgen_helm.plugin.suite import run_suite
 
-                outcome = run_suite([*arguments, *joined], engine, cluster)
+                outcome = run_suite([*arguments, *joined], engine, cluster, *(ends or ()))
         except InUseError as error:
             refused = f"another run writes {suite} now; wait until it has ended, or name another --suite"
             raise UsageError(refused) from error

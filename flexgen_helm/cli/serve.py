@@ -163,14 +163,19 @@ def lm_eval(context: typer.Context) -> None:
       flexgen-helm lm-eval --tasks arc_easy --limit 100 \\
         --model_args pretrained=smollm2-135m-instruct-q4_1
     """
-    if find_spec("lm_eval") is None:
-        raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")
+    require_lm_eval()
     names = [word.partition("=")[0] for word in context.args if word.startswith("-") and not word[1:2].isdigit()]
     refuse_twice(name for name in names if not name.endswith(_JOINED))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows progress
     from flexgen_helm.harnesses.lm_eval import run_command
 
     try:
         run_command(context.args)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; finished answers are stored, and the same command computes the rest") from None
+
+
+def require_lm_eval() -> None:
+    """Raise `UsageError` where lm-evaluation-harness is not installed; silence its progress before it is imported."""
+    if find_spec("lm_eval") is None:
+        raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows it

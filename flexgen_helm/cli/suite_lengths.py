@@ -60,6 +60,7 @@ def stated_workload(entry: str, most_instances: int, config: ModelConfig) -> Ent
         expected=workload(1.0, lengths.answer),
         longest=workload(factor, lengths.answer * ANSWER_FACTOR),
         limit=workload(factor, lengths.max_tokens),
+        instances=min(most_instances, lengths.instances),
     )
 
 
@@ -166,7 +167,7 @@ class PromptReader:
         if encoded.refused:
             source += f"; {len(encoded.refused):,} are too long for the model"
         factors = (1 / ANSWER_FACTOR, 1.0, ANSWER_FACTOR, math.inf)
-        return EntryWorkload(entry, "prompts", source, *map(workload, factors))
+        return EntryWorkload(entry, "prompts", source, len(kept), *map(workload, factors))
 
 
 def _request(asked: Mapping[str, Any]) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flexgen_helm.cli.batch import recorded_lines
 from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
@@ -20,13 +20,15 @@ from flexgen_helm.cli.engine_flags import (
     complete_model,
     require_folder,
 )
+from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.progress import ProgressPhase, report
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.report.verification import Answer, DrawnAnswer, Manifest, Source
+    from flexgen_helm.report.verification import BundledAnswer, Manifest, Recorded, Source
+    from flexgen_helm.service.lone_service import LoneService, RecordedAnswer
     from flexgen_helm.service.models import ModelArguments
 
 # An answer that was computed again, as --json prints it; a tolerance of 0 asks for equal bits.
@@ -40,22 +42,23 @@ _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
 _SHOWN = 90
 
 
-class Reference(StrEnum):
-    transformers = "transformers"
-
-
 def verify(
-    suite: Annotated[str, typer.Argument(metavar="SUITE|FILE", help="A suite's name, or a bundle.")],
+    suite: Annotated[
+        str, typer.Argument(metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle.")
+    ],
     engine: EngineOptions,
     output_path: OutputPath = DEFAULT_OUTPUT,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="IN.jsonl", help="What FILE answers, of flexgen-helm batch.")
+    ] = None,
     sample: Annotated[
         str | None,
         typer.Option(metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Which answers are drawn.")] = 0,
     reference: Annotated[
-        Reference | None,
-        typer.Option("--with", metavar="transformers", help="Compute with plain transformers, in float32."),
+        Literal["transformers"] | None,
+        typer.Option("--with", metavar="transformers", help="Compare with plain transformers, in float32."),
     ] = None,
     model: Annotated[
         str | None,
@@ -67,42 +70,52 @@ def verify(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compute a random part of a suite's answers again, one by one, and compare.
+    """Compute a random part of the answers of a suite or file again, one by one, and compare.
 
     Of a run with --batch-invariant, on a machine of the same kind, answers must be equal to the bit, else
     log-probabilities within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a
     run was given need not be given again, but for --generation-config and --unverified.
 
+    Of lm-eval FILE is results_….json, with --log_samples.
+
     Example:
       flexgen-helm verify mine --sample 5% --bundle mine.tar.zst
+      flexgen-helm verify answers.jsonl --requests requests.jsonl
     """
     from flexgen_helm.report.scores import finite, read_finished_runs
-    from flexgen_helm.report.verification import Manifest, read_bundle, sample_size, upper_bound, write_bundle
+    from flexgen_helm.report.verification import Manifest, draw, read_bundle, upper_bound, write_bundle
 
     check_engine_flags(engine)
-    is_bundle = Path(suite).is_file()
+    path = Path(suite)
+    manifest = None
+    if not path.is_file():
+        from flexgen_helm.plugin.run_answers import recorded_run  # imports HELM
 
-    def find_model(source: Source) -> ModelArguments:
-        return _find_model(source, model, engine, is_bundle)
+        recorded = [*map(recorded_run, read_finished_runs(output_path / "runs" / suite))]
+    elif requests is not None:
+        recorded = [recorded_lines(path, requests)]
+    elif path.suffix == ".json":
+        require_lm_eval()
+        from flexgen_helm.harnesses.lm_eval import recorded_answers
 
-    if is_bundle:
-        import numpy as np
-
-        manifest, drawn = read_bundle(Path(suite))
-        size = sample_size(sample or "100%", len(drawn))
-        numbers = np.random.default_rng(seed).choice(len(drawn), size, replace=False)
-        drawn = [drawn[number] for number in sorted(numbers)]
-    else:
-        from flexgen_helm.plugin.run_answers import draw_answers  # imports HELM
-
-        sources, drawn, population = draw_answers(
-            read_finished_runs(output_path / "runs" / suite), sample, seed, find_model
+        recorded = [recorded_answers(path)]
+    elif path.suffix == ".jsonl":
+        raise UsageError(
+            f"{path} does not say what was asked; name what flexgen-helm batch answered with --requests, or of lm-eval "
+            "the file results_….json beside it"
         )
-        manifest = Manifest(suite, population, seed, sources)
-    models = [find_model(source) for source in manifest.sources]
+    else:
+        manifest, answers = read_bundle(path)
+        recorded = _of_bundle(path, manifest, answers)
+    sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
+    is_bundle = manifest is not None
+    manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
+    models = [_find_model(source, model, engine, is_bundle) for source in sources]
     checked: list[Checked] = []
-    for answer in (_by_transformers if reference else _by_engine)(manifest.sources, models, drawn):
+    bundled = []
+    for answer, computed in _check(manifest.sources, models, drawn, reference is not None):
         checked.append(answer)
+        bundled.append(computed)
         report(ProgressPhase("verify", "", len(checked), len(drawn), "answer"))
     different = [answer for answer in checked if not answer["equal"]]
     bound = upper_bound(len(different), len(drawn), manifest.population)
@@ -111,83 +124,134 @@ def verify(
         known |= {"drawn": len(drawn), "different": len(different), "bound": bound, "answers": checked}
         print_json(finite(known))
     else:
-        print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest, is_bundle)]))
+        every = f"the {manifest.population:,} answers of {_short(manifest.suite)}"
+        every = every if path.is_file() else f"this suite's {manifest.population:,} answers"
+        print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest.population, every)]))
     if different:
         if bundle is not None:
             say(f"{bundle} is not written, because answers differ")
         raise typer.Exit(1)
     if bundle is not None:
-        write_bundle(bundle, manifest, drawn)
+        write_bundle(bundle, manifest, bundled)
+
+
+def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer]) -> list[Recorded]:
+    from flexgen_helm.report.verification import Recorded, plain_result
+    from flexgen_helm.service.lone_service import RecordedAnswer
+    from flexgen_helm.service.service import KeyedRequest, request_key
+
+    def to_answer(answer: BundledAnswer) -> RecordedAnswer:
+        keyed = [KeyedRequest(request, request_key(request)) for request in answer.requests]
+
+        def recompute(service: LoneService, model: ModelArguments) -> list[Any]:
+            return [plain_result(service.respond(model, request).result) for request in keyed]
+
+        return RecordedAnswer(answer.name, answer.results, recompute)
+
+    of_source = [[answer for answer in answers if answer.source == number] for number in range(len(manifest.sources))]
+    return [
+        Recorded(path, "verify", vars(source), found.copy, to_answer)
+        for source, found in zip(manifest.sources, of_source)
+    ]
 
 
 def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bundle: bool) -> ModelArguments:
     """Return the model of a run's record, as it was asked for; model: where it is here, None for its name."""
     from flexgen_helm.checkpoint import names
     from flexgen_helm.checkpoint.fetch import local_weights
-    from flexgen_helm.plugin.model_names import find_model
+    from flexgen_helm.engine.device import compute_device
+    from flexgen_helm.service.models import model_arguments
 
-    name = names.without_digest(source.model)
+    name, revision = names.without_digest(source.model), None
     chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
-    given = {"path": model, "precision": source.precision, "apply_chat_template": chat.get("applied")}
-    given |= {"chat_template_kwargs": chat.get("kwargs") or None, "batch_invariant": bool(source.batch_invariant)}
+    given = {"precision": source.precision, "apply_chat_template": chat.get("applied")}
+    given |= {"chat_template_kwargs": chat.get("kwargs") or None}
     given |= {key: chat.get(key) for key in ("system_prompt", "thinking_budget")}
+    device = engine.get("device", "auto")
+    # A GPU refuses the option, and is another kind of processor anyway.
+    given["batch_invariant"] = bool(source.batch_invariant) and device != "sim" and compute_device(device).type == "cpu"
     if model is None:
         resolved = names.resolve(name)
         commit = _COMMIT.fullmatch(source.origin or "")
         if commit and commit[1] == resolved.hub_repo:
-            given["revision"] = commit[2]
-            resolved = replace(resolved, revision=commit[2])
+            revision = commit[2]
+            resolved = replace(resolved, revision=revision)
         is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
                 f"the bundle's model {_short(name)} from {_short(source.origin)} is not on this machine by that "
                 "name; fetch it with flexgen-helm fetch, or say with --model where it is"
             )
-    return find_model(name, given, engine)
+    options = {key: value for key, value in {**given, **engine}.items() if value is not None}
+    return model_arguments(model or name, options, revision)
 
 
-def _by_model(
-    models: Sequence[ModelArguments], drawn: Sequence[DrawnAnswer]
-) -> Iterator[tuple[ModelArguments, list[DrawnAnswer]]]:
-    """Yield answers by what must be loaded for them; models: of the sources."""
-    for model in dict.fromkeys(found.engine_key for found in models):
-        if answers := [answer for answer in drawn if models[answer.source].engine_key == model]:
-            yield model, answers
+def _check(
+    sources: list[Source], models: Sequence[ModelArguments], drawn: Sequence[tuple[int, RecordedAnswer]], by_both: bool
+) -> Iterator[tuple[Checked, BundledAnswer]]:
+    """Compute each answer alone; by_both: and have `transformers` score it.
+
+    sources: of the answers' runs; becomes what they were computed with here.
+    Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does not compute.
+    """
+    from flexgen_helm.harnesses.plain_transformers import by_transformers
+    from flexgen_helm.report.verification import BundledAnswer, plain_result
+    from flexgen_helm.service.loaders import EngineLoader
+    from flexgen_helm.service.lone_service import LoneService
+
+    for key in dict.fromkeys(model.engine_key for model in models):
+        of_model = [(number, answer) for number, answer in drawn if models[number].engine_key == key]
+        folder = _folder_for_transformers(key) if by_both else None
+        computed = []
+        with EngineLoader().load(key) as engine:
+            assert (tokenizer := engine.tokenizer) is not None
+            of_sources = {number: sources[number] for number, _ in of_model}
+            for source in of_sources.values():
+                _require_fingerprint(source, engine, key)
+            for number, answer in of_model:
+                service = LoneService(engine)
+                found = answer.recompute(service, models[number])
+                requests, results = [*zip(*service.answers.values())] or [(), ()]
+                bundled = BundledAnswer(number, answer.name, requests, [*map(plain_result, results)])
+                prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
+                computed.append((number, answer, service, prompt, bundled))
+                if folder is None:
+                    why = _another_kind(of_sources[number], engine)
+                    yield _checked(answer, prompt, found, TOLERANCE if why else 0.0, why), bundled
+            here = {name: engine.last_run[name] for name in ("fingerprint", "hardware", "versions", "batch_invariant")}
+            sources[:] = [replace(s, **here) if n in of_sources else s for n, s in enumerate(sources)]
+        if folder is not None:
+            pairs = [pair for _, _, service, _, _ in computed for pair in service.answers.values()]
+            scored = by_transformers(folder, tokenizer.eos_ids, pairs, TRANSFORMERS_TOLERANCE)
+            for number, answer, service, prompt, bundled in computed:
+                said = ""
+                for name, (request, _) in service.answers.items():
+                    result, contradiction = next(scored)
+                    service.answers[name] = request, result
+                    said = said or contradiction
+                found = answer.recompute(service, models[number])
+                why = "by transformers in float32"
+                yield _checked(answer, prompt, found, TRANSFORMERS_TOLERANCE, why, said), bundled
 
 
-def _checked(drawn: DrawnAnswer, prompt: str, computed: Sequence[Answer], tolerance: float, why: str) -> Checked:
-    from flexgen_helm.report.verification import is_equal
+def _checked(
+    answer: RecordedAnswer, prompt: str, computed: Any, tolerance: float, why: str, contradiction: str = ""
+) -> Checked:
+    from flexgen_helm.report.verification import compare
 
-    same, largest = is_equal(drawn.answers, computed, tolerance)
-    compared = {
-        "recorded": [*map(asdict, drawn.answers)],
-        "computed": [*map(asdict, computed)],
+    differences, largest = compare(answer.recorded, computed, tolerance, answer.has_sums)
+    differences += [("draw", "the most probable token", contradiction)] if contradiction else []
+    return {
+        "name": answer.name,
+        "prompt": prompt,
+        "equal": not differences,
+        "differences": differences,
+        "largest_difference": largest,
+        "recorded": answer.recorded,
+        "computed": computed,
         "tolerance": tolerance,
         "why": why,
     }
-    return {"name": drawn.name, "prompt": prompt, "equal": same, "largest_difference": largest, **compared}
-
-
-def _by_engine(
-    sources: Sequence[Source], models: Sequence[ModelArguments], drawn: Sequence[DrawnAnswer]
-) -> Iterator[Checked]:
-    """Compute each request alone. Raises `UsageError` for a model that is not the recorded one."""
-    from flexgen_helm.report.verification import answers_of
-    from flexgen_helm.service.loaders import EngineLoader
-
-    for model, answers in _by_model(models, drawn):
-        with EngineLoader().load(model) as engine:
-            for number in {answer.source for answer in answers}:
-                _require_fingerprint(sources[number], engine, model)
-            for answer in answers:
-                with silenced():
-                    (result,) = engine.run([answer.request])
-                if result.error is not None or engine.tokenizer is None:
-                    raise UsageError(f"{_short(answer.name)} cannot be computed by {model.path}: {result.error}")
-                why = _another_kind(sources[answer.source], engine)
-                prompt = engine.tokenizer.decode(result.prompt_token_ids)
-                computed = answers_of(answer, result, engine.tokenizer)
-                yield _checked(answer, prompt, computed, TOLERANCE if why else 0.0, why)
 
 
 def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) -> None:
@@ -223,41 +287,33 @@ def _another_kind(source: Source, engine: Engine) -> str:
     return ""
 
 
-def _by_transformers(
-    sources: Sequence[Source], models: Sequence[ModelArguments], drawn: Sequence[DrawnAnswer]
-) -> Iterator[Checked]:
-    """Compute the recorded tokens by `transformers`. Raises `UsageError` for what it does not compute."""
+def _folder_for_transformers(model: ModelArguments) -> Path:
+    """Return the folder of a model. Raises `UsageError` for one that `transformers` does not compute."""
     from flexgen_helm.checkpoint.fetch import fetch
-    from flexgen_helm.harnesses.plain_transformers import recomputed
-    from flexgen_helm.tokenizer.tokenizer import Tokenizer
+    from flexgen_helm.service.models import read_generation
 
-    for model, answers in _by_model(models, drawn):
-        path = fetch(model.path, model.revision)
-        folder = path.parent if path.suffix == ".safetensors" else path
-        settings = [(sources[answer.source].generation_config or {}).get("applied") for answer in answers]
-        tokenizer = Tokenizer.from_path(folder)
-        for reason, is_so in (
-            (f"{model.config.precision} is another model", model.config.precision != "fp16"),
-            ("transformers reads folders of safetensors, with a tokenizer", not (folder.is_dir() and tokenizer)),
-            ("settings of its folder changed answers", any(settings)),
-            ("the tokens of its thinking are not recorded", any(answer.request.thinking for answer in answers)),
-        ):
-            if is_so:
-                raise UsageError(f"{model.name} cannot be computed with transformers: {reason}; leave --with out")
-        assert tokenizer is not None
-        computed = recomputed(folder, tokenizer, answers, TRANSFORMERS_TOLERANCE)
-        for answer, found in zip(answers, computed):
-            prompt = tokenizer.decode(answer.request.prompt_token_ids or ())
-            yield _checked(answer, prompt, found, TRANSFORMERS_TOLERANCE, "by transformers in float32")
+    path = fetch(model.path, model.revision)
+    folder = path.parent if path.suffix == ".safetensors" else path
+    for reason, is_so in (
+        (f"{model.config.precision} is another model", model.config.precision != "fp16"),
+        ("it reads folders of safetensors", not folder.is_dir()),
+        ("settings of the model's folder change answers", read_generation(model).applied),
+        ("a budget cuts its thinking", model.config.thinking_budget is not None),
+    ):
+        if is_so:
+            raise UsageError(f"{model.name} cannot be computed with transformers: {reason}; leave --with out")
+    return folder
 
 
 def _describe(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
-    lines = [f"{_short(checked['name'])} differs, log-probabilities by up to {checked['largest_difference']:.3g}"]
-    lines += [f"  prompt    {_short(checked['prompt'])}"]
-    for key in ("recorded", "computed"):
-        lines += [f"  {key}  {_short(answer['text'])} {_short(answer['end'])}" for answer in checked[key]]
-    return "\n".join(lines)
+    where, old, new = checked["differences"][0]
+    return (
+        f"{_short(checked['name'])} differs at {_short(where)}, numbers by up to {checked['largest_difference']:.3g}\n"
+        f"  prompt    {_short(checked['prompt'])}\n"
+        f"  recorded  {_short(old)}\n"
+        f"  computed  {_short(new)}"
+    )
 
 
 def _short(value: object) -> str:
@@ -265,7 +321,8 @@ def _short(value: object) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_bundle: bool) -> str:
+def _sentence(checked: Sequence[Checked], bound: float, population: int, every: str) -> str:
+    """Return what a sample says; every: names all answers that it was drawn from."""
     from flexgen_helm.report.verification import share_above
 
     parts = []
@@ -275,8 +332,6 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_b
         way = f"within {alike[0]['tolerance']:g} ({why}; the largest difference is {largest:.2g})"
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
-    every = f"{manifest.population:,} answers"
-    every = f"the {every} of {_short(manifest.suite)}" if is_bundle else f"this suite's {every}"
-    if len(checked) == manifest.population:
+    if len(checked) == population:
         return "; ".join([*parts, f"these are all of {every}"])
     return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])

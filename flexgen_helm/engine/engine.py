@@ -28,7 +28,7 @@ from flexgen_helm.engine.device import (
     tier_capacities,
 )
 from flexgen_helm.engine.device_trial import require_trial
-from flexgen_helm.engine.executor import Executor, LoadedModel, OnLogits
+from flexgen_helm.engine.executor import Executor, LoadedModel, Observer
 from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
@@ -90,22 +90,22 @@ class Engine:
         self._pipeline, self.number = pipeline, pipeline.num_engines
         self.name, self.config = model.name, checkpoint.config
         self.tokenizer, self.chat = model.tokenizer, model.chat
-        self.precision, self._cache_format = model.precision.name, model.precision.cache
+        self.precision, self.cache_format = model.precision.name, model.precision.cache
         self.last_run: dict[str, Any] = {}
         self._options, self._device = options, device
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
-        self._prefix_cost = prefix_cost(self.config, device.type)
+        self.prefix_cost = prefix_cost(self.config, device.type)
         eos_ids = model.tokenizer.eos_ids if model.tokenizer else frozenset[int]()
         processors = None
         if generation.applied:
             processors = LogitsProcessors(generation, eos_ids, self.config.vocab_size, device)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
-        folder = _offload_folder(options)
+        folder = offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
         capacities = tier_capacities(options.limits, folder, pipeline.rank.local_size)
         if device.type == "cuda":
             converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
-            workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self._cache_format, converts=converts)
+            workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self.cache_format, converts=converts)
             capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
         resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
 
@@ -235,7 +235,7 @@ class Engine:
 
     def share_every_beginning(self) -> None:
         """Share what prompts have in common however short it is: for comparisons, not for speed."""
-        self._prefix_cost = PrefixCostModel(UNLIMITED, 0.0)
+        self.prefix_cost = PrefixCostModel(UNLIMITED, 0.0)
 
     def run(
         self,
@@ -244,7 +244,7 @@ class Engine:
         on_result: OnResult | None = None,
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
-        on_logits: OnLogits | None = None,
+        observer: Observer | None = None,
     ) -> list[GenerationResult]:
         """Answer requests; return results in the same order. A bad request fails alone, in its `error`.
 
@@ -253,10 +253,10 @@ class Engine:
         should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
             stay valid.
         progress: called after every batch, and up to ten times a second between.
-        on_logits: called with the logits of prompt tokens that `echo_logprobs` scores, a slice at a time. They are
-            valid during the call and must not be changed. After an out-of-memory a row may come again, the same.
+        observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden states. Batches are not
+            halved then: `MemoryLimitError`.
 
-        Raises `UsageError` for `on_logits` where other processes have a part of the model.
+        Raises `UsageError` for an observer where other processes have a part of the model.
         One run at a time: a second thread waits.
         """
         if os.getpid() != self._pid:
@@ -267,13 +267,13 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
-            if on_logits is not None and not self._pipeline.is_whole:
+            if observer is not None and not self._pipeline.is_whole:
                 raise UsageError(
                     f"logits stay on the rank that has the head, and the model is on {self._pipeline.rank.size} ranks; "
                     "take one process"
                 )
             with exact_products(), self._pipeline.command("run", self.number, tuple(requests)):
-                return self._answer(requests, on_result, should_stop, progress, on_logits)
+                return self._answer(requests, on_result, should_stop, progress, observer)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
         """Return of each (context, continuation) the log-probability of the continuation and whether it is greedy.
@@ -294,7 +294,7 @@ class Engine:
         on_result: OnResult | None,
         should_stop: Callable[[], bool] | None,
         progress: Callable[[Progress], None] | None,
-        on_logits: OnLogits | None,
+        observer: Observer | None,
     ) -> list[GenerationResult]:
         """Prepare and plan the requests, compute them, and record what it took."""
         began = time.perf_counter()
@@ -304,21 +304,22 @@ class Engine:
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
         distinct, pipeline = prepared.distinct, self._pipeline
-        size = run_size(distinct, self._prefix_cost, self._planner.searches, self._cache_format)
+        cost = (observer or self).prefix_cost
+        size = run_size(distinct, cost, self._planner.searches, self.cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan = pipeline.plan(partial(self._planner.plan, size, free))
+        plan = (observer or pipeline).plan(partial(self._planner.plan, size, free))
         report(PlanLine(plan.describe(len(distinct))))
         lanes, limits = [distinct], plan.limits
         if not pipeline.is_whole:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
         answers = ResultCollector(len(requests), on_result, self._reporter(progress))
         with self._stores(plan) as (cache, activations):
-            executor = Executor(self._model, cache, activations, on_logits)
+            executor = Executor(self._model, cache, activations, observer)
             try:
                 for index, error in prepared.refused.items():
                     answers.deliver(index, GenerationResult(error=error))
                 lane_plan = replace(plan, limits=limits)
-                runs = [Run(executor, lane_plan, lane, answers, self._prefix_cost) for lane in lanes]
+                runs = [Run(executor, lane_plan, lane, answers, cost) for lane in lanes]
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
                 pipeline.flush()
@@ -342,7 +343,7 @@ class Engine:
         keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
         rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
         self.last_run |= pipeline.record(len(runs), rank)
-        if distinct:
+        if distinct and observer is None:  # which waits for what it compares with
             drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
             prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)
@@ -360,7 +361,7 @@ class Engine:
             plan.cache,
             room=plan.cache_room,
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
-            cache_format=self._cache_format,
+            cache_format=self.cache_format,
             one_layer=plan.schedule.is_single_pass,
             names_tiers=self._pipeline.is_whole,
         )
@@ -457,7 +458,7 @@ class Engine:
         return with_memory
 
 
-def _offload_folder(options: EngineConfig) -> Path:
+def offload_folder(options: EngineConfig) -> Path:
     """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be written."""
     if options.offload_dir is None:
         return state_dir() / "offload"

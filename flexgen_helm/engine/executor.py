@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +37,11 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import TopLogprobs
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
@@ -58,8 +61,24 @@ class PromptToken:
     index: int
 
 
-# Is given tokens and the rows of logits that predict them, [tokens, vocabulary] in float32 on the compute device.
-OnLogits = Callable[[abc.Sequence[PromptToken], Tensor], None]
+class Observer(Protocol):
+    """What is shown the tensors of a run, and decides its plan so that another run makes the same batches.
+
+    prefix_cost: what decides which beginnings of prompts are shared.
+    vocab_size: at least the model's; slices of logits have fewer rows the larger it is.
+    """
+
+    prefix_cost: PrefixCostModel
+    vocab_size: int
+
+    def plan(self, make: Callable[[Schedule | None], RunPlan]) -> RunPlan:
+        """Return the plan to follow; make: as of `Pipeline.plan`."""
+
+    def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
+        """See a batch's hidden states [T, H] after a stage; they must not be changed."""
+
+    def on_logits(self, tokens: abc.Sequence[PromptToken], logits: Tensor) -> None:
+        """See the rows [tokens, V] in float32 that predict scored tokens, valid during the call."""
 
 
 @dataclass
@@ -88,7 +107,7 @@ class Prediction:
     target, sampling: one of the two is None.
     needs_argmax: whether the target is the most probable token is filled in, too.
     num_top: the most probable tokens that are filled in.
-    sequence, index: for `OnLogits`: the sequence that has the target, and its index in the prompt.
+    sequence, index: for an `Observer`: the sequence that has the target, and its index in the prompt.
     """
 
     output: SequenceOutput
@@ -102,7 +121,7 @@ class Prediction:
 
     @property
     def prompt_token(self) -> PromptToken:
-        """The target, as `OnLogits` is told."""
+        """The target, as an `Observer` is told."""
         assert self.sequence is not None
         return PromptToken(tuple(index for request in self.sequence.requests for index in request.indices), self.index)
 
@@ -256,16 +275,15 @@ class Executor:
     """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
 
     def __init__(
-        self, model: LoadedModel, cache: KVCache, activations: ActivationStore, on_logits: OnLogits | None
+        self, model: LoadedModel, cache: KVCache, activations: ActivationStore, observer: Observer | None
     ) -> None:
-        """on_logits: is shown the logits of scored tokens."""
         decoder = model.decoder
         self.model, self.cache = model, cache
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline, self._graphs = model.device, model.pipeline, model.graphs
-        self._activations, self._on_logits = activations, on_logits
+        self._activations, self._observer = activations, observer
         self._stages = stage_names(self._config)
-        self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
+        self._head_positions = max(1, _LOGIT_ELEMENTS // (observer or self._config).vocab_size)
         tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
         self._workspace = Workspace(
             self._config,
@@ -279,6 +297,11 @@ class Executor:
         self.peak_workspace_bytes = 0
         self.pending_heads: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
         self._collected_at = time.perf_counter()
+
+    @property
+    def divides_batches(self) -> bool:
+        """Whether a batch may be divided where memory runs out: nobody computes the same one."""
+        return self._pipeline.is_whole and self._observer is None
 
     @property
     def num_stages(self) -> int:
@@ -354,7 +377,7 @@ class Executor:
         """Send the hidden states to the next rank, or the head's values to all others; end the batch if none are."""
         if head is None:
             assert state.hidden is not None
-            self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+            self._pipeline.send_hidden(checksum(batch), state.hidden, state.check_finite())
         elif self._pipeline.is_whole:
             on_batch(self._finish(batch, head, state.seconds))
         else:
@@ -369,7 +392,7 @@ class Executor:
             if not self._config.has_embedding:
                 shape = batch.num_tokens, self._config.state_size
                 state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
-                    _checksum(batch), shape, self._decoder.dtype, self._device
+                    checksum(batch), shape, self._decoder.dtype, self._device
                 )
         elif state.hidden is None:
             state.hidden = self._activations.load(item.batch)
@@ -406,6 +429,8 @@ class Executor:
             else:
                 state.hidden, sums = self._layer(layer, state, weights)
                 state.sums.append(sums)
+        if self._observer is not None:
+            self._observer.on_hidden(item.stage, batch, state.hidden)
         self._guess_experts(item.stage + 1, state)
         return None
 
@@ -483,9 +508,9 @@ class Executor:
         prediction_rows, tokens, drawn_rows = upload(self._device, (positions, targets, [*drawn]))
         logits = self._decoder.head(weights, hidden.index_select(0, prediction_rows))
         self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
-        if self._on_logits is not None and len(drawn) < len(predictions):
+        if self._observer is not None and len(drawn) < len(predictions):
             scored = [i for i in range(len(predictions)) if i not in drawn]
-            self._on_logits([predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits)
+            self._observer.on_logits([predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits)
         if len(drawn) == len(predictions):
             tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
@@ -526,7 +551,7 @@ def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
     return now
 
 
-def _checksum(batch: Batch) -> int:
+def checksum(batch: Batch) -> int:
     """Return a number that is the same on all ranks of a pipeline which compute the same tokens."""
     fed = [(item.sequence.start, item.sequence.num_computed, item.count, item.sequence.tokens[-1])
            for item in batch.scheduled]  # fmt: skip

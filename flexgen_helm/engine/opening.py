@@ -81,7 +81,7 @@ def open_model(
     name = name or resolved.name
     report(ModelInUse(name, options.chosen_precision.name))
     device, link = open_device(options.device, options.link_gb_s, rank)
-    checkpoint, tokenizer = _open_files(resolved, options)
+    checkpoint, tokenizer = open_files(resolved, options)
     if tokenizer is None and options.apply_chat_template is True:
         raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
@@ -100,7 +100,7 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: En
     """
     if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None
-    checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
+    checkpoint, tokenizer = open_files(resolve(name_or_path, options.revision), options)
     dtype = compute_dtype(torch.device("cpu"), checkpoint.storage_dtype)
     return engine_fingerprint(checkpoint, tokenizer, options, "cpu", dtype)
 
@@ -115,12 +115,12 @@ def fingerprint_elsewhere(
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         return None
-    checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
+    checkpoint, tokenizer = open_files(resolve(name_or_path, options.revision), options)
     device_type = "cpu" if device == "sim" else device.partition(":")[0]
     return engine_fingerprint(checkpoint, tokenizer, options, device_type, kind, bits)
 
 
-def _open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
+def open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
     """Open a checkpoint and its tokenizer."""
     report(ProgressPhase("open", resolved.name))
     checkpoint = open_checkpoint(resolved, weights=options.weights, seed=options.seed)

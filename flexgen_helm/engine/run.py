@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
@@ -149,11 +150,11 @@ class Run:
                 self._finish(request)
         limits, multiple = self._limits, self._cache.prefix_multiple
         forest: list[PrefixNode | int] = list(range(len(computed)))
-        if multiple is not None:
+        if multiple is not None and self._prefix_cost.overhead < math.inf:
             cost = replace(
                 self._prefix_cost,
                 room=limits.cache_tokens,
-                group_tokens=multiple,
+                group_tokens=math.lcm(multiple, self._prefix_cost.group_tokens),
                 slot_overhead=limits.slot_overhead,
                 step_overhead=limits.step_overhead,
             )
@@ -273,10 +274,10 @@ class Run:
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._executor.model.pipeline.is_whole:
+                if not self._executor.divides_batches:
                     raise MemoryLimitError(
-                        f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and the "
-                        f"ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
+                        f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and "
+                        f"ranks of a pipeline or models that are compared cannot divide it; {MEMORY_ADVICE}"
                     ) from error
                 # What was written to the cache is written again, the same; sequences that are done stay done.
                 left = [batch for batch in batches if batch not in done]

@@ -23,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -34,11 +35,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.files import question
+from flexgen_helm.files import question, read_object
+from flexgen_helm.report.verification import Recorded
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.models import ModelReader, model_arguments, read_generation
+from flexgen_helm.service.lone_service import LoneService, RecordedAnswer
+from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.tokenizer.thinking import END
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -204,10 +207,21 @@ class FlexgenLM(TemplateLM):
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
-        self._service = Service(EngineLoader())
-        atexit.register(process.close_at_exit, self._service.close)
-        process.interrupt_on_signals(self._service.interrupt)
-        self._service.preload(self._model)
+        self._arguments = {
+            "max_length": max_length,
+            "max_gen_toks": max_gen_toks,
+            "prefix_token_id": prefix_token_id,
+            "add_bos_token": add_bos_token,
+            "think_end_token": think_end_token,
+        }
+        self._service = self._start()
+
+    def _start(self) -> Service:
+        service = Service(EngineLoader())
+        atexit.register(process.close_at_exit, service.close)
+        process.interrupt_on_signals(service.interrupt)
+        service.preload(self._model)
+        return service
 
     def close(self) -> None:
         """Free the model. Answers are stored by then."""
@@ -243,9 +257,12 @@ class FlexgenLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the results of an evaluation say of the model."""
-        loaded = self._service.loaded(self._model)
+        import torch
+
+        record = self._service.record(self._model, self._chat)
+        run = {**record, "arguments": self._arguments, "seed": torch.initial_seed()}
         precision = self._model.config.precision
-        return {"precision": precision and str(precision), "fingerprint": loaded.fingerprint if loaded else None}
+        return {"precision": precision, "fingerprint": record.get("fingerprint"), "flexgen_run": run}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the checkpoint's template. Raises `UsageError` where it has none, and for the name of another one."""
@@ -417,6 +434,73 @@ class FlexgenLM(TemplateLM):
         if failed:
             raise RequestError(f"{len(failed)} of {len(results)} requests failed: {failed[0]}") from failed[0]
         return results
+
+
+class _Recomputed(FlexgenLM):
+    """A model whose requests others compute."""
+
+    def _start(self) -> Service:
+        return LoneService()
+
+
+def recorded_answers(results: Path) -> Recorded:
+    """Return the documents that the harness has written beside its results, with the answers to their requests.
+
+    A document is there once for each filter of its task; what filters and metrics make of answers is not looked at.
+    """
+    content = read_object(results)
+    record = (content.get("config") or {}).get("flexgen_run") or {}
+    models: list[_Recomputed] = []
+
+    def read() -> list[tuple[str, Any, list[int]]]:
+        """Return tasks, lines, and how often a request of the line was made before."""
+        items, before = [], Counter[str]()
+        for task in content["configs"]:
+            path = results.with_name(f"samples_{task}_{results.stem.rpartition('_')[2]}.jsonl")
+            if not path.is_file():
+                raise UsageError(f"{path.name} is not beside {results}; run flexgen-helm lm-eval with --log_samples")
+            seen: dict[str, Counter[str]] = {}
+            for line in map(json.loads, path.read_text("utf-8").splitlines()):
+                counts = seen.setdefault(line["filter"], before.copy())
+                repeated = []
+                for arguments, answers in zip(line["arguments"].values(), line["resps"], strict=True):
+                    identity = json.dumps(arguments, sort_keys=True)
+                    repeated.append(counts[identity])
+                    counts[identity] += len(answers)
+                items.append((task, line, repeated))
+            before = next(iter(seen.values()), before)
+        return items
+
+    def to_answer(item: tuple[str, Any, list[int]]) -> RecordedAnswer:
+        task, line, repeated = item
+        requests = [tuple(arguments.values()) for arguments in line["arguments"].values()]
+        kind = "loglikelihood_rolling" if len(requests[0]) == 1 else "loglikelihood"
+        kind = "generate_until" if isinstance(requests[0][-1], dict) else kind
+
+        def recompute(service: LoneService, model: ModelArguments) -> list[Any]:
+            import torch
+
+            if not models:
+                names = ("precision", "chat_template_kwargs", "thinking_budget", "generation_config")
+                options = {name: model.options[name] for name in names if name in model.options}
+                models.append(_Recomputed(model.path, model.revision, **record["arguments"], **options))
+            torch.manual_seed(record["seed"])
+            models[0]._service, found = service, []
+            for request, answers, count in zip(requests, line["resps"], repeated):
+                made = Instance(kind, line["doc"], request, 0, (task, line["doc_id"], 1))  # type: ignore[arg-type]
+                found.append(getattr(models[0], kind)([made] * (count + len(answers)))[count:])
+            return found
+
+        recorded = [[answer if kind == "generate_until" else _number(answer) for answer in of] for of in line["resps"]]
+        name = f"{task}, document {line['doc_id']}"
+        return RecordedAnswer(name, recorded, recompute, has_sums=kind != "generate_until")
+
+    return Recorded(results, "lm-eval", record, read, to_answer)
+
+
+def _number(answer: str | list[str]) -> float | list[Any]:
+    """Return a score that the harness has written as texts."""
+    return float(answer) if isinstance(answer, str) else [float(answer[0]), answer[1] == "True"]
 
 
 def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:

@@ -1,6 +1,6 @@
-"""Recorded answers by `transformers` alone, in float32, one sequence at a time and without a cache.
+"""What `transformers` alone says of answers, in float32, one sequence at a time and without a cache.
 
-They are computed in a process of its own, which imports nothing of the engine. A line of JSON in, a line out.
+It computes in a process of its own, which imports nothing of the engine. A line of JSON in, a line out.
 """
 
 from __future__ import annotations
@@ -10,76 +10,58 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.tokenizer.token_bytes import helm_bytes
-
-if TYPE_CHECKING:
-    from flexgen_helm.report.verification import Answer, DrawnAnswer
-    from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.errors import FlexgenError
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 
-def recomputed(
-    folder: Path, tokenizer: Tokenizer, drawn: Sequence[DrawnAnswer], tolerance: float
-) -> Iterator[list[Answer]]:
-    """Yield the answers as `transformers` has them, given their tokens.
-
-    tolerance: nats by which a greedy token, or the end, may be below the most probable token.
-    Raises `UsageError` for a text that is no token, and `FlexgenError` where `transformers` fails.
-    """
-    ids = {text: number for number, text in enumerate(tokenizer.token_texts(range(tokenizer.vocab_size)))}
-
-    def id_of(text: str) -> int:
-        encoded = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.token_texts(encoded) == [text]:
-            return encoded[0]
-        if not text or text not in ids:
-            raise UsageError(f"a recorded token is {text[:60]!r}, which is none of {folder.name}; leave --with out")
-        return ids[text]
-
-    def to_score(answer: DrawnAnswer, recorded: Answer) -> tuple[list[int], int, int, list[int]]:
-        prompt, written = list(answer.request.prompt_token_ids or ()), recorded.tokens[answer.echoed :]
-        if recorded.end == "stop":  # the text of the last token may have been cut
-            written = written[:-1]
-        ends = sorted(tokenizer.eos_ids) if recorded.end == "endoftext" else []
-        # The first token of all has no log-probability.
-        return prompt + list(map(id_of, written)), max(1, len(prompt) - answer.echoed), len(prompt), ends
-
-    scores = _scores(folder, [to_score(answer, recorded) for answer in drawn for recorded in answer.answers])
-    for answer in drawn:
-        yield [_computed(answer, recorded, next(scores), tokenizer, tolerance) for recorded in answer.answers]
-
-
-def _computed(
-    drawn: DrawnAnswer,
-    recorded: Answer,
-    scored: tuple[list[float], float],
-    tokenizer: Tokenizer,
+def by_transformers(
+    folder: Path,
+    ends: Collection[int],
+    answers: Sequence[tuple[GenerationRequest, GenerationResult]],
     tolerance: float,
-) -> Answer:
-    logprobs, shortfall = scored
-    prompt, end = drawn.request.prompt_token_ids or (), recorded.end
-    echoed, written = tokenizer.token_texts(prompt[len(prompt) - drawn.echoed :]), recorded.tokens[drawn.echoed :]
-    if drawn.request.temperature == 0 and shortfall > tolerance:
-        end = f"{shortfall:.3g} nats below the most probable token"
-    elif end == "length" and len(written) != drawn.request.max_tokens:
-        end = f"{len(written)} tokens of {drawn.request.max_tokens}"
-    # What is not computed: the first token of all, and one that was cut.
-    first = drawn.echoed == len(prompt)
-    logprobs = [*recorded.logprobs[:first], *logprobs]
-    logprobs += recorded.logprobs[len(logprobs) :]
-    text = b"".join(map(helm_bytes, written)).decode(errors="replace")
-    return replace(recorded, text=text, end=end, tokens=[*echoed, *written], logprobs=logprobs, logprob=None)
+) -> Iterator[tuple[GenerationResult, str]]:
+    """Yield results with the log-probabilities of `transformers`, and what contradicts it; "" if nothing does.
+
+    ends: token ids. tolerance: nats by which a greedy token, or the end, may be below the most probable token.
+    Raises `FlexgenError` where `transformers` fails.
+    """
+    scores = _scores(
+        folder,
+        [
+            ([*result.prompt_token_ids, *completion.token_ids], sorted(ends) or [0])
+            for _, result in answers
+            for completion in result.completions
+        ],
+    )
+    for request, result in answers:
+        length, completions, least = len(result.prompt_token_ids), [], 0.0
+        for completion in result.completions:
+            logprobs, leads, end = next(scores)
+            # Of no first token.
+            prompt, prompt_leads = (None, *logprobs[: length - 1]), (None, *leads[: length - 1])
+            completions.append(replace(completion, logprobs=tuple(logprobs[length - 1 :])))
+            if request.temperature == 0:
+                least = min([least, *leads[length - 1 :], *[end] * (completion.finish_reason == "endoftext")])
+        computed = replace(result, completions=tuple(completions))
+        if result.prompt_logprobs is not None:
+            computed = replace(computed, prompt_logprobs=prompt)
+        if result.prompt_greedy is not None:
+            pairs = zip(result.prompt_greedy, prompt_leads)
+            greedy = (said if lead is None else lead > (-tolerance if said else tolerance) for said, lead in pairs)
+            computed = replace(computed, prompt_greedy=tuple(greedy))
+        yield computed, f"{-least:.3g} nats below the most probable token" if least < -tolerance else ""
 
 
 def _scores(folder: Path, sequences: Sequence[Any]) -> Iterator[Any]:
-    """Yield what the child says of sequences: log-probabilities from `start` on, and the greedy shortfall.
+    """Yield what the child says of sequences (ids, ids of which one may follow).
 
-    sequences: ids, start, where the answer begins, ids of which one should follow.
+    Of each token but the first its log-probability, and its lead over the most probable other token; and the lead of
+    the most probable end.
     """
     command = [sys.executable, "-P", "-m", __name__, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -107,14 +89,15 @@ def _main(folder: str) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     for line in sys.stdin:
-        ids, start, answer, ends = json.loads(line)
+        ids, ends = json.loads(line)
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 :]
-            scored = logits[:-1].gather(1, torch.tensor(ids[start:], dtype=torch.long)[:, None])[:, 0]
-            drawn = torch.cat([scored, logits[-1:, ends].amax(1)]) if ends else scored
-            below = logits[: len(drawn)].amax(1) - drawn
-            logprobs = scored - logits[:-1].logsumexp(1)
-        print(json.dumps([logprobs.tolist(), max(below[answer - start :].tolist(), default=0.0)]), flush=True)
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            tokens = torch.tensor(ids[1:], dtype=torch.long)[:, None]
+            scored = logits[:-1].gather(1, tokens)
+            logprobs = scored - logits[:-1].logsumexp(1, keepdim=True)
+            leads = scored - logits[:-1].scatter(1, tokens, float("-inf")).amax(1, keepdim=True)
+            end = logits[-1, ends].amax() - logits[-1].index_fill(0, torch.tensor(ends), float("-inf")).amax()
+        print(json.dumps([logprobs[:, 0].tolist(), leads[:, 0].tolist(), end.item()]), flush=True)
 
 
 if __name__ == "__main__":

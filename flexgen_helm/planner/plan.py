@@ -325,6 +325,7 @@ class EntryWorkload:
     entry: without its model.
     basis: 'prompts' that were read, 'measured' once elsewhere, 'published', or 'assumed'.
     source: where the lengths come from, for people.
+    instances: of HELM, each with one or more sequences.
     shortest, longest: between which the lengths are expected.
     limit: as `longest`, with answers of all tokens that they may have.
     """
@@ -332,6 +333,7 @@ class EntryWorkload:
     entry: str
     basis: str
     source: str
+    instances: int
     shortest: Workload
     expected: Workload
     longest: Workload
@@ -414,21 +416,20 @@ class SuitePlan:
         """Seconds of the better way."""
         return Expectation(*map(min, astuple(self.as_one), astuple(self.one_by_one)))
 
-    def seconds(self, entries: Sequence[EntryWorkload], length: str) -> float:
-        """Return the seconds of the better way with other lengths or numbers of the same entries.
+    @property
+    def entries(self) -> list[EntryWorkload]:
+        return [entry for scenario in self.scenarios for entry in scenario.entries]
 
-        length: 'shortest', 'expected', 'longest' or 'limit'.
-        """
-        if self.is_one_run:
-            return _seconds(self.made, joined(getattr(entry, length) for entry in entries))
-        found = {scenario.entries[0].scenario: scenario.made for scenario in self.scenarios}
-        asked = {name: [getattr(entry, length) for entry in entries if entry.scenario == name] for name in found}
-        return sum(_seconds(made, joined(asked[name])) for name, made in found.items())
+    def sample_s(self, share: float, length: str) -> float:
+        """Return the seconds of one run of a share of the sequences; length: 'shortest', 'expected' or 'longest'."""
+        return _seconds(self.made, joined(getattr(entry, length) for entry in self.entries).part(share))
 
     @property
     def limit_s(self) -> float:
         """Seconds of the better way if every answer had all tokens that it may have."""
-        return self.seconds([entry for scenario in self.scenarios for entry in scenario.entries], "limit")
+        if self.is_one_run:
+            return _seconds(self.made, joined(entry.limit for entry in self.entries))
+        return sum(_seconds(scenario.made, scenario.limit) for scenario in self.scenarios)
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds and tokens as docs/explanation/planning.md describes them."""

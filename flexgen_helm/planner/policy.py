@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,12 @@ class Workload:
         """Count the (prompt, output) lengths of all sequences."""
         counts = sorted(Counter(lengths).items())
         return cls(tuple((prompt, output, count) for (prompt, output), count in counts), saved_tokens, scored_tokens)
+
+    def part(self, share: float) -> Workload:
+        """Return a share of the sequences, evenly of all lengths, and at least one."""
+        ends = [math.ceil(share * end) for end in accumulate((count for _, _, count in self.groups), initial=0)]
+        groups = [(*group[:2], end - begin) for group, begin, end in zip(self.groups, ends, ends[1:]) if end > begin]
+        return Workload(tuple(groups), round(share * self.saved_tokens), round(share * self.scored_tokens))
 
     @property
     def num_sequences(self) -> int:

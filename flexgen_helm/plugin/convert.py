@@ -73,11 +73,15 @@ class HelmRequest(KeyedRequest):
 
 
 class Submission(NamedTuple):
-    """The requests of one run, as `Service.submit` takes them."""
+    """The requests of one run, as `Service.submit` takes them.
+
+    instances: HELM's id of the instance, and its split, of each request.
+    """
 
     model: ModelArguments
     requests: Sequence[HelmRequest]
     use_cache: bool
+    instances: Sequence[tuple[str, str | None]] = ()
 
 
 def may_be_rendered(request: Request) -> bool:

@@ -15,8 +15,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, reduce, wraps
+from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -36,11 +37,11 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count, replace_text
+from flexgen_helm.files import count, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import HelmRun
+from flexgen_helm.plugin.usage import RUN_FILE, HelmRun
 from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe, observed_by
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
@@ -214,13 +215,15 @@ def _execute(
         # HELM passes over files that are missing, and would score nothing.
         arguments = ", ".join(f"{name}={value}" for name, value in run_spec.scenario_spec.args.items())
         raise UsageError(f"no instances to evaluate: check {arguments or 'the data of the scenario'}")
+    if context.suite is not None and context.run is not None:
+        scenario_state = context.suite.sampled(context.run, scenario_state)
     submission = prepare_run(executor, scenario_state)
     if context.suite is not None and context.suite.is_collecting:
         raise RunCollected(submission)
     if submission is None:
         return original(executor, scenario_state)
     context.service.resume()
-    with context.service.submit(*submission) as block:
+    with context.service.submit(*submission[:3]) as block:
         run = context.run
         if run is None:
             return original(executor, scenario_state)
@@ -240,11 +243,12 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
     model = model_of(scenario_state.adapter_spec) if _is_executed(spec) else None
     if model is None:
         return None
-    context, requests = get_context(), []
+    context, requests, instances = get_context(), [], []
     try:
         for state in scenario_state.request_states:
             with suppress(NonRetriableException):  # this request fails alone, when the client gets it
                 requests.append(to_helm_request(state.request, model, context.models))
+                instances.append((str(state.instance.id), state.instance.split))
     except (FlexgenError, ValueError):
         return None  # the client fails in the same way, where HELM reports it
     if any(may_be_rendered(state.request) for state in scenario_state.request_states):
@@ -258,7 +262,7 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
             True,
         )
     interrupt_on_signals()
-    return Submission(model, requests, _uses_cache(spec))
+    return Submission(model, requests, _uses_cache(spec), instances)
 
 
 def _uses_cache(spec: ExecutionSpec) -> bool:
@@ -281,9 +285,14 @@ def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
 
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
-    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
+    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`. Has
+    `--skip-completed-runs` skip no sample.
+    """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model, spec = model_of(run_spec.adapter_spec), runner.executor.execution_spec
+    if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):  # which HELM takes for completed
+        runner = copy(runner)
+        runner.skip_completed_runs = False
     context.needs_requests = run_spec if model is not None and not runner.skip_instances else None
     with context.suite.watched(runner, run_spec) if context.suite is not None else observed_by(HelmLog()):
         if model is None or not _is_executed(spec):
@@ -410,5 +419,5 @@ def _run_entries_to_run_specs(
 def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
     """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
     if (suite := get_context().suite) is not None:
-        suite.collect(runner, run_specs)
+        suite.collect(runner, run_specs, partial(original, runner, run_specs))
     original(runner, run_specs)

@@ -7,12 +7,11 @@ if it is what the file says, to the last digit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from helm.common.request import Request
 
 from flexgen_helm.checkpoint.names import PREFIX
@@ -30,10 +29,12 @@ from flexgen_helm.plugin.convert import (
 )
 from flexgen_helm.report.answers import STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores
-from flexgen_helm.report.verification import Answer, DrawnAnswer, Source, sample_size
+from flexgen_helm.report.verification import Recorded
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
+from flexgen_helm.service.lone_service import RecordedAnswer
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
+from flexgen_helm.service.service import Service
 
 
 def read_compared_prompts(run: RunScores) -> ComparedPrompts:
@@ -113,58 +114,40 @@ def _scored_tokens(
     return ids, max(1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0))
 
 
-def draw_answers(
-    runs: Sequence[RunScores], sample: str | None, seed: int, find_model: Callable[[Source], ModelArguments]
-) -> tuple[list[Source], list[DrawnAnswer], int]:
-    """Draw answers of finished runs at random, without replacement.
-
-    sample: as of `sample_size`. find_model: returns the model of a run.
-    Returns what is recorded of the runs, the answers, and of how many they were drawn.
-    Raises `UsageError` for a file of HELM that is damaged, and where nothing was answered.
-    """
-    counts = [len(_successful_states(run)) for run in runs]
-    if not (population := sum(counts)):
-        raise UsageError("the suite has no answer of a flexgen model; run it to its end first")
-    numbers = np.random.default_rng(seed).choice(population, sample_size(sample, population), replace=False)
-    sources: list[Source] = []
-    drawn = []
-    for run, end, length in zip(runs, np.cumsum(counts), counts):
-        if len(of_run := np.sort(numbers[(numbers >= end - length) & (numbers < end)])):
-            known: dict[str, Any] = {field.name: run.run.get(field.name) for field in fields(Source)}
-            source = Source(**known)
-            model, states = find_model(source), _successful_states(run)
-            drawn += [_drawn_answer(run, states[number], model, len(sources)) for number in of_run - end + length]
-            sources.append(source)
-    return sources, drawn, population
-
-
-def _successful_states(run: RunScores) -> list[dict[str, Any]]:
+def recorded_run(run: RunScores) -> Recorded:
+    """Return the answers of a finished run."""
     assert run.folder is not None
     path = run.folder / STATE_FILE
-    try:
+
+    def read() -> list[dict[str, Any]]:
         states = json.loads(path.read_bytes())["request_states"]
         return [state for state in states if state["result"]["success"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); make the run again") from None
+
+    def to_answer(state: Mapping[str, Any]) -> RecordedAnswer:
+        # Prompts of a run go through the template, or the record says nothing of one.
+        kind = PlainTextRequest if run.run.get("chat_template") is None else Request
+        request, models = _to_request(state["request"], kind), get_context().models
+
+        def recompute(service: Service, model: ModelArguments) -> list[Any]:
+            asked = to_helm_request(request, model, models)
+            result = service.respond(model, asked).result
+            found = to_request_result(request, asked, result, True, models.encoder(model))
+            return [_shown(asdict(output)) for output in found.completions]
+
+        outputs = [_shown(output) for output in state["result"]["completions"]]
+        return RecordedAnswer(f"{run.name}, instance {state['instance']['id']}", outputs, recompute)
+
+    return Recorded(path, "run", run.run, read, to_answer)
 
 
-def _drawn_answer(run: RunScores, state: Mapping[str, Any], model: ModelArguments, source: int) -> DrawnAnswer:
-    # Prompts of a run go through the template, or the record says nothing of one.
-    request = _to_request(state["request"], PlainTextRequest if run.run.get("chat_template") is None else Request)
-    asked = to_helm_request(request, model, get_context().models)
-    echo = request.prompt if request.echo_prompt else ""
-    answers = [_recorded(output, echo) for output in state["result"]["completions"]]
-    if len(answers) == asked.num_copies and all(answer == answers[0] for answer in answers):
-        del answers[1:]
-    name = f"{run.name}, instance {state['instance']['id']}"
-    return DrawnAnswer(source, name, len(asked.echo_ids) if echo else 0, asked.request, answers)
-
-
-def _recorded(output: Mapping[str, Any], echo: str) -> Answer:
-    """Return a completion of HELM's file; echo: the prompt in front of its text."""
-    thinking, end, tokens = output.get("thinking"), output["finish_reason"]["reason"], output["tokens"]
-    logprobs = [token["logprob"] for token in tokens]
-    # HELM's metrics read the sum.
-    total = None if output["logprob"] == sum(logprobs) else output["logprob"]
-    texts = [token["text"] for token in tokens]
-    return Answer(output["text"].removeprefix(echo), thinking and thinking["text"], end, texts, logprobs, total)
+def _shown(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared of a completion; its sum, which HELM's metrics read, by what it is not its tokens'."""
+    tokens, thinking = output["tokens"], output.get("thinking")
+    return {
+        "text": output["text"],
+        "thinking": thinking and thinking["text"],
+        "end": output["finish_reason"]["reason"],
+        "tokens": [token["text"] for token in tokens],
+        "logprobs": [token["logprob"] for token in tokens],
+        "rest_of_sum": output["logprob"] - sum(token["logprob"] for token in tokens),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from flexgen_helm.files import count, read_object
 from flexgen_helm.plugin import helm_patches
 from flexgen_helm.progress import Message, report
 from flexgen_helm.report.answers import differing_settings
+from flexgen_helm.report.scores import entry_of
 
 _MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
-
-
-def entry_of(run_spec: RunSpec) -> str:
-    """Return a run's name without its model, which is shown beside it."""
-    return re.sub(r"[,:]model=[^,]*", "", run_spec.name)
 
 
 def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
@@ -60,7 +55,7 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
             if differing := differing_settings(made, _adapter(run_spec), ", now "):
                 report(
                     Message(
-                        f"{entry_of(run_spec)} was completed with other settings ({differing}) and is kept by "
+                        f"{entry_of(run_spec.name)} was completed with other settings ({differing}) and is kept by "
                         "--skip-completed-runs; leave that flag out to run it again"
                     )
                 )

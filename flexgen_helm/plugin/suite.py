@@ -13,37 +13,45 @@ made twice, which takes no time of the model.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from helm.benchmark import run as helm_benchmark_run
+from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
-from helm.benchmark.runner import Runner
+from helm.benchmark.runner import Runner, RunnerError
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
 from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entry, explain_failure
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
-from flexgen_helm.plugin.run_specs import entry_of, of_different_names, report_other_settings
+from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
+from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
 from flexgen_helm.plugin.usage import BLOCKS_FILE, HelmRun, keep_blocks, suite_usage, write_json
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
+from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
+from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Service, SubmittedBlock
 
 if TYPE_CHECKING:
@@ -69,13 +77,19 @@ class SuiteOutcome:
 
 
 def run_suite(
-    argv: Sequence[str], options: Mapping[str, Any] | None = None, ray: RaySession | None = None
+    argv: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    ray: RaySession | None = None,
+    until: float | None = None,
+    margin: float | None = None,
 ) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
     options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
         name several, separated by commas: every run of ours is then run in each of them.
     ray: compute with the workers of a Ray cluster; None computes in this process.
+    until: score a random sample of the instances, as large as is done by then (`time.time()`); None for all.
+    margin: with `until`: end as soon as all pairs of precisions, or of models, are decided with this margin.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = list(dict.fromkeys(split_precisions(options.pop("precision", ""))))
@@ -84,7 +98,7 @@ def run_suite(
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
-    suite = context.suite = Suite(settings)
+    suite = context.suite = Suite(settings, until, margin)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
     service = context.service
@@ -145,6 +159,16 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
         logger.handlers[:] = handlers
 
 
+def _baseline(models: Sequence[ModelArguments]) -> str:
+    """Return what the others are compared with: fp16, the first precision, or the first model where it is alone."""
+    precisions = [str(model.config.precision) for model in models]
+    if len(set(models)) < 2:
+        raise UsageError("--until-decided compares precisions or models: give two, for example --precision fp16,4bit")
+    if len(set(precisions)) == 1:
+        return models[0].name
+    return "fp16" if "fp16" in precisions else precisions[0]
+
+
 class Suite:
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
@@ -155,8 +179,9 @@ class Suite:
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, until: float | None = None, margin: float | None = None) -> None:
         self.settings = settings
+        self.until, self.margin = until, margin
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
@@ -165,8 +190,12 @@ class Suite:
         self._stages: dict[str, float] = {}
         self._tried: list[str] = []  # runs of the second pass
         self._generated_at = 0.0  # when all results were there
-        self._blocks: dict[str, SubmittedBlock] = {}
+        self._blocks: dict[str, list[SubmittedBlock]] = {}
+        self._joining: dict[str, dict[str, float]] = {}  # run -> `joining_shares`
+        self._share = 1.0  # of the sample that is scored
+        self._look: float | None = None  # by how much it grew since the last look
         self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
+        self._kept_blocks: dict[str, dict[str, Any]] = {}  # the same, with those of this call
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
 
@@ -180,10 +209,11 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
-            counts = [(len(block.responses()), len({*block.keys})) for block in self._blocks.values()]
+            counts = [(len(block.responses()), len({*block.keys})) for block in chain(*self._blocks.values())]
             self.num_answers = sum(done for done, _ in counts), sum(total for _, total in counts)
-            while self._blocks:
-                self._blocks.popitem()[1].close()
+            for block in chain(*self._blocks.values()):
+                block.close()
+            self._blocks.clear()
             if self.executed:
                 write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
                 (self._folders[0].parent / BLOCKS_FILE).unlink(missing_ok=True)
@@ -218,8 +248,11 @@ class Suite:
             self.settings.check(run_spec.adapter_spec.model_deployment)
         return of_different_names(run_specs)
 
-    def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
-        """Submit the requests of all runs (the first pass), and wait until they have results."""
+    def collect(self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]) -> None:
+        """Submit the requests of all runs (the first pass), and wait until they have results.
+
+        second_pass: scores what has results, to see whether all pairs are decided.
+        """
         self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
         # What HELM's other commands need to know of our models.
         names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
@@ -230,29 +263,113 @@ class Suite:
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
+        self._left_blocks = read_object(Path(runner.runs_path) / BLOCKS_FILE)
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        load_s = self._compute(submissions)
+        if self.until is None:
+            load_s = self._compute(submissions)
+        else:  # the second pass takes about as long as the first one
+            load_s = self._compute_sample(submissions, self.until - (collected - started), second_pass)
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _compute(self, submissions: Mapping[str, Submission]) -> float:
-        """Wait for the results of all runs; return the seconds that the first model took to load.
+    def _compute(self, submissions: Mapping[str, Submission], until: float = math.inf) -> float:
+        """Wait for results of all runs; return the seconds that the first model took to load.
 
         Further models are loaded between their blocks.
+        until: raises `TimeoutError` at that time (`time.time()`), and gives the block up.
         """
         service, began = get_context().service, time.monotonic()
         with service.hold():
-            self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
-        for block in self._blocks.values():
-            block.wait()
-        if self._blocks:
-            self._left_blocks = keep_blocks(self._folders[0].parent, service, list(self._blocks.values()))
-        errors = {name: block.error() for name, block in self._blocks.items()}
-        self._block_errors = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        loaded = [block.model for block in self._blocks.values() if service.loaded(block.model) is not None]
+            blocks = {name: service.submit(*submission[:3]) for name, submission in submissions.items()}
+        for name, block in blocks.items():
+            self._blocks.setdefault(name, []).append(block)
+        if not all(block.wait(until) for block in blocks.values()):
+            for block in blocks.values():
+                block.close()
+            raise TimeoutError
+        self._kept_blocks = keep_blocks(self._folders[0].parent, service, list(blocks.values()))
+        errors = {name: block.error() for name, block in blocks.items()}
+        self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
+        loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]
         return min((service.loading_s(model, began) for model in loaded), default=0.0)
+
+    def _compute_sample(
+        self, submissions: Mapping[str, Submission], until: float, second_pass: Callable[[], None]
+    ) -> float:
+        """Do as `_compute` for a random sample of the instances of each run, as large as is done by `until`.
+
+        Raises `UsageError` if no block is.
+        """
+        for name, asked in submissions.items():
+            self._joining[name] = joining_shares(entry_of(name), asked.instances)
+        load_s, self._share, is_decided = 0.0, 0.0, False
+        baseline = "" if self.margin is None else _baseline([asked.model for asked in submissions.values()])
+
+        def compute(joined: float, share: float) -> float | None:
+            nonlocal load_s, is_decided
+            part, began = self._part(submissions, joined, share), time.monotonic()
+            load = self._compute(part, until)
+            load_s = load_s or load
+            responses = [done for name in part for done in self._blocks[name][-1].responses().values()]
+            is_measured = 2 * sum(response.is_cached for response in responses) < len(responses)
+            seconds = time.monotonic() - began - load
+            self._share = share
+            if self.margin is not None:
+                self._look = share - joined
+                is_decided = share < 1 and self._is_decided(second_pass, baseline, self.margin)
+            return seconds if is_measured else None
+
+        requests = [self._joining[name][key] for name, asked in submissions.items() for key, _ in asked.instances]
+        shares = possible_shares(max(map(len, self._joining.values()), default=1)) if self.margin is None else LOOKS
+        largest_sample(
+            requests, shares, lambda: 0.0 if is_decided else until - time.time(), compute, self.margin is not None
+        )
+        if not self._share:
+            raise UsageError(
+                "the time was too short for one instance of each run entry; finished answers are stored, and the same "
+                "command with a later time goes on"
+            )
+        return load_s
+
+    def _is_decided(self, second_pass: Callable[[], None], baseline: str, margin: float) -> bool:
+        """Score the sample, and return whether all its pairs are decided."""
+        decisions = set()
+        with suppress(RunnerError):  # the last pass reports it, and a pair may lack it
+            second_pass()
+        with suppress(UsageError):
+            models = compare_suite(self._folders[0].parent, baseline, margin)
+            pairs = [one for model in models for precision in model.verdicts for one in model.judged(precision)]
+            decisions = {pair.equivalence.decision for pair in pairs if pair.equivalence is not None}
+        for done in (self._tried, self.executed, self.finished, self.failures):
+            done.clear()
+        return bool(decisions) and decisions <= {"equivalent", "worse", "better"}
+
+    def _part(self, submissions: Mapping[str, Submission], joined: float, share: float) -> dict[str, Submission]:
+        """Return the requests that take a sample from one share to another, of runs that have not failed."""
+        return {
+            name: asked._replace(
+                requests=[
+                    request
+                    for request, (key, _) in zip(asked.requests, asked.instances)
+                    if joined <= self._joining[name][key] < share
+                ]
+            )
+            for name, asked in submissions.items()
+            if name not in self._block_errors
+        }
+
+    def sampled(self, run: HelmRun, scenario_state: ScenarioState) -> ScenarioState:
+        """Return the part of a run of the second pass that is scored, and record it."""
+        joining = self._joining.get(run.name, {})
+        run.look = self._look
+        chosen = {key for key, share in joining.items() if share < self._share}
+        if len(chosen) == len(joining):
+            return scenario_state
+        run.sample = {"seed": SEED, "instances": len(chosen), "of": len(joining)}
+        states = [state for state in scenario_state.request_states if str(state.instance.id) in chosen]
+        return replace(scenario_state, request_states=states)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
@@ -265,7 +382,7 @@ class Suite:
             for done, run_spec in enumerate(run_specs):
                 if helm_patches.model_of(run_spec.adapter_spec) is None:
                     continue
-                report(ProgressPhase("prompts", entry_of(run_spec), done, len(run_specs), "run"))
+                report(ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run"))
                 try:
                     runner.run_one(run_spec)
                 except helm_patches.RunCollected as collected:
@@ -288,7 +405,7 @@ class Suite:
             yield
             return
         block_error = self._block_errors.get(run_spec.name)
-        report(ProgressPhase("metrics", entry_of(run_spec), len(self._tried), len(self._folders), "run"))
+        report(ProgressPhase("metrics", entry_of(run_spec.name), len(self._tried), len(self._folders), "run"))
         self._tried.append(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
@@ -302,12 +419,13 @@ class Suite:
             self.failures[run_spec.name] = cause, None if was_executed else data_folder(runner, run_spec)
             raise
         finally:
-            if run_spec.name in self._blocks:
-                self._blocks.pop(run_spec.name).close()
+            if self.margin is None:  # else later passes need them
+                for block in self._blocks.pop(run_spec.name, ()):
+                    block.close()
 
     def add(self, run: HelmRun) -> None:
-        if not run.block:  # perhaps a call computed it that was killed before it wrote the suite's totals
-            run.block = self._left_blocks.get(run.fingerprint or "", {})
+        # Perhaps a call computed it that was killed before it wrote the suite's totals.
+        run.block = (self._kept_blocks if run.block else self._left_blocks).get(run.fingerprint or "", {})
         self.executed.append(run)
 
     # What is left of it

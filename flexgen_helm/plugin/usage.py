@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ RUN_FILE = "flexgen_run.json"
 BLOCKS_FILE = "flexgen_blocks.json"
 # What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing was computed here.
 _BLOCK_KEYS = (
-    "origin", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes", "peak_workspace_bytes",
-    "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s", "achieved_placement", "hardware",
-    "proved", "batch_invariant", "rounded_weights", "generation_config", "finished_at",
+    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
+    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
+    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
+    "finished_at",
 )  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
 
@@ -48,6 +49,8 @@ class HelmRun:
     chat_template: what was decided about it; None for a run that only scores or continues texts.
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
+    sample: `instances` that were drawn with `seed`, of how many; None for all.
+    look: share of the level that a test of it may spend, with --until-decided.
     """
 
     name: str
@@ -65,6 +68,8 @@ class HelmRun:
     chat_template: dict[str, Any] | None = None
     num_clipped: int = 0
     unfinished_thinking: int = 0
+    sample: dict[str, int] | None = None
+    look: float | None = None
 
     def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
         """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
@@ -115,6 +120,8 @@ class HelmRun:
             "chat_template": self.chat_template,
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
+            "sample": self.sample,
+            "look": self.look,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -127,21 +134,24 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        origin = before.get("origin") or self.block.get("origin") or local_origin(self.model)
-        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), "origin": origin})
+        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
 
 
-def local_origin(model: ModelArguments) -> str | None:
-    """Return where a model's weights are from, as its engine would say it; None if no file of it is on this machine."""
-    from flexgen_helm.checkpoint.fetch import local_weights, origin_of
+@cache
+def local_files(model: ModelArguments) -> dict[str, Any]:
+    """Return `origin` of a model's weights, as its engine would say it, and `checkpoint_bytes` of each stored type.
+
+    Empty if no file of the model is on this machine.
+    """
+    from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
 
-    with suppress(FlexgenError, OSError):
+    with suppress(FlexgenError, OSError, ValueError):
         resolved = resolve(model.path, model.revision)
         path = local_weights(resolved)
         if path is not None and model.config.weights == "pretrained":
-            return origin_of(resolved, path)
-    return None
+            return {"origin": origin_of(resolved, path), "checkpoint_bytes": bytes_by_type(path)}
+    return {}
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:
@@ -268,19 +278,18 @@ def _model_usage(
 
 
 def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
-    """Write what was computed of `blocks`, by fingerprint; return what a killed call has left there."""
+    """Add what was computed of `blocks` to the suite's folder; return all that is there, by fingerprint."""
     path = folder / BLOCKS_FILE
-    left = read_object(path)
-    computed = {}
+    kept, computed = read_object(path), {}
     for block in blocks:
         loaded = service.loaded(block.model)
         if loaded is not None and any(not response.is_cached for response in block.responses().values()):
             computed[loaded.fingerprint] = loaded.last_run
     if computed:
         folder.mkdir(parents=True, exist_ok=True)
-        joined = {key: add_blocks(left[key], block) if key in left else block for key, block in computed.items()}
-        write_json(path, {**left, **joined})
-    return left
+        kept |= {key: add_blocks(kept[key], block) if key in kept else block for key, block in computed.items()}
+        write_json(path, kept)
+    return kept
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -83,6 +83,8 @@ def choose_precision(model: ModelComparison, by: Cost = "time") -> Choice:
 
     Raises `UsageError` if none can be judged, or if the time of the baseline is not known.
     """
+    if model.kind == "model":
+        raise UsageError("--choose takes a precision of one model; with a model as --baseline leave it out")
     baseline, margin = model.baseline, model.margin
     entries_of: dict[str, set[str]] = {}
     for comparison in model.comparisons:

@@ -1,9 +1,10 @@
-"""Compare a model's precisions over the runs of a suite, instance by instance."""
+"""Compare a model's precisions, or models, over the runs of a suite, instance by instance."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flexgen_helm.checkpoint.names import original_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count
+from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import Answer, differing_settings, read_answers
+from flexgen_helm.report.answers import Answer, asked_instances, differing_settings, read_answers
 from flexgen_helm.report.paired import PairedScores, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
@@ -92,7 +94,7 @@ class FlipGroup:
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision."""
+    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision or of another model."""
 
     base: RunScores
     run: RunScores
@@ -110,11 +112,11 @@ class RunPair:
         base, run = self.base, self.run
         with_same_id = base.instances.index.intersection(run.instances.index)
         notes = [
-            f"{missing} instances of {side.entry} are in {side.precision} only and are left out"
+            f"{missing} instances of {side.entry} are in {side.label} only and are left out"
             for side in (base, run)
             if (missing := side.num_scored - len(with_same_id))
         ]
-        if unknown := [side.precision for side in (base, run) if not side.digests]:
+        if unknown := [side.label for side in (base, run) if not side.digests]:
             notes.append(
                 f"{base.entry} is paired by ids of instances alone: {' and '.join(unknown)} has no texts "
                 "(scenario_state.json) to compare"
@@ -122,23 +124,20 @@ class RunPair:
         if different := len(with_same_id) - len(self.shared):
             notes.append(
                 f"{different:,} of {len(with_same_id):,} instances of {base.entry} ask something else in "
-                f"{run.precision} than in {base.precision} under the same id and are left out: the data has changed "
+                f"{run.label} than in {base.label} under the same id and are left out: the data has changed "
                 "between the runs"
             )
-        joint = f" in {base.precision} and "
+        joint = f" in {base.label} and "
         if base.settings and run.settings and (differing := differing_settings(base.settings, run.settings, joint)):
-            notes.append(f"{base.entry} has other settings in {run.precision}: {differing} in {run.precision}")
+            notes.append(f"{base.entry} has other settings in {run.label}: {differing} in {run.label}")
         origins = base.run.get("origin"), run.run.get("origin")
-        if None not in origins and origins[0] != origins[1]:
+        if base.model == run.model and None not in origins and origins[0] != origins[1]:
             notes.append(
-                f"{base.typed_model} means {origins[0]} in {base.precision} and {origins[1]} in {run.precision}, so "
+                f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in {run.label}, so "
                 "the difference is not that of the precision alone"
             )
         if base.prompts and run.prompts and base.prompts != run.prompts:
-            notes.append(
-                f"Prompts of {base.typed_model} were sent {base.prompts} in {base.precision} and {run.prompts} in "
-                f"{run.precision}"
-            )
+            notes.append(f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}")
         return notes
 
     @cached_property
@@ -164,8 +163,8 @@ class RunPair:
                     comparisons.append(comparison)
                 else:
                     notes.append(
-                        f"{metric} of {self.base.entry} in {self.run.precision} is left out, because "
-                        f"{self.base.precision} has other instances and it cannot be computed over the shared ones "
+                        f"{metric} of {self.base.entry} in {self.run.label} is left out, because "
+                        f"{self.base.label} has other instances and it cannot be computed over the shared ones "
                         "alone"
                     )
         return comparisons
@@ -180,8 +179,10 @@ class RunPair:
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
                 interval, test = paired.interval_and_test()
+                look = min(base.look, run.look)
+                test = test and replace(test, p_value=min(1.0, test.p_value / look))
                 has_all = base.has_all_instances and total == base.num_scored
-                verdict = equivalence(paired, test, margin, has_all=has_all)
+                verdict = equivalence(paired, test, margin, has_all=has_all, look=look)
                 if paired.are_shares:
                     changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
                     flips = Flips(paired.lost, paired.won, changed)
@@ -190,7 +191,7 @@ class RunPair:
         with np.errstate(all="ignore"):
             change = float(metric.change_between(values[1], values[0]))
         return Comparison(
-            base.entry, name, run.precision, total, *values, metric.change, change, interval, test, flips, verdict
+            base.entry, name, run.label, total, *values, metric.change, change, interval, test, flips, verdict
         )
 
     def flipped(self, metric: str) -> dict[Direction, list[str]]:
@@ -211,7 +212,7 @@ class RunPair:
                 Flip(
                     model=self.run.model,
                     run=self.run.entry,
-                    precision=self.run.precision,
+                    precision=self.run.label,
                     metric=metric,
                     instance=key,
                     direction=direction,
@@ -232,9 +233,9 @@ class RunPair:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """All comparisons of a model.
+    """All comparisons of a model, or of all models with one of them: each is then in the place of a precision.
 
-    runs: its finished runs that have scores. pairs: (run entry, precision) -> the runs that are compared.
+    runs: their finished runs that have scores. pairs: (run entry, precision) -> the runs that are compared.
     pooled: comparisons over all instances of a scenario's runs, where it has several, such as the subjects of MMLU.
     speeds: a record per precision with totals of its compared runs: instances, requested tokens, latency_s,
         num_reused (answers whose seconds were measured by an earlier run), tokens_per_s. Precisions may differ in
@@ -253,6 +254,39 @@ class ModelComparison:
     speeds: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What is compared."""
+        return "model" if self.runs[0].against else "precision"
+
+    @cached_property
+    def base(self) -> RunScores:
+        """A run of the baseline, one that knows the types of its files if there is one."""
+        runs = [run for run in self.runs if run.label == self.baseline]
+        return max(runs, key=lambda run: bool(run.stored))
+
+    @cached_property
+    def inconclusive(self) -> list[str]:
+        """Models that are compared with another one which is not of full precision."""
+        base, lacks = self.base, self.base.is_full_precision is False
+        runs = [pair.run for pair in self.pairs.values()]
+        return list(dict.fromkeys(run.label for run in runs if lacks and run.model != base.model))
+
+    @cached_property
+    def remedy(self) -> str:
+        """The command with a baseline of full precision; empty where none is lacking."""
+        base = self.base
+        if not self.inconclusive or base.folder is None:
+            return ""
+        suite, original = base.folder.parent.name, original_of(base.model) or original_of(str(base.run.get("origin")))
+        if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
+            best = [*closest(original or base.label, full), *full]
+            return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
+        entries = [entry for entry, label in self.pairs if label == self.inconclusive[0]]
+        entries = entries if len(entries) < 4 else ["ENTRY"]
+        named = [f"{entry}{',:'[':' not in entry]}model=flexgen/{original or 'ORIGINAL'}" for entry in entries]
+        return f"flexgen-helm run -r {shlex.join(named)} -m {asked_instances(base.folder) or 'N'} --suite {suite}"
 
     def with_extra(self, name: str, value: Any) -> ModelComparison:
         return replace(self, extras={**self.extras, name: value})
@@ -276,66 +310,70 @@ class ModelComparison:
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
         judged = {one.precision: self.judged(one.precision) for one in self.comparisons}
-        return {precision: suite_equivalence(found, self.margin) for precision, found in judged.items() if found}
+        verdicts = {precision: suite_equivalence(found, self.margin) for precision, found in judged.items() if found}
+        for model in verdicts.keys() & self.inconclusive:
+            verdicts[model] = replace(verdicts[model], text="inconclusive: no full-precision baseline")
+        return verdicts
 
 
 def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN) -> list[ModelComparison]:
     """Compare every model of the suite in `folder` that has runs in `baseline` and in another precision.
 
+    baseline: a precision; or a model, with its suffix, with which all others are compared.
     margin: differences within it count as equivalent.
 
     Raises `UsageError` if there is no such model.
     """
     runs = read_finished_runs(folder)
-    models = [run.run.get("model") for run in runs]
-    if baseline in models:  # all models are shown as precisions of it
-        runs = [
-            replace(run, run={**run.run, "model": baseline, "precision": model, "origin": None})
-            for run, model in zip(runs, models, strict=True)
-        ]
-    return compare_runs(runs, folder, baseline, margin)
-
-
-def compare_runs(
-    finished: Sequence[RunScores], folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN
-) -> list[ModelComparison]:
-    """Do as `compare_suite` with runs that are already read."""
-    models = sorted({str(run.run.get("model")) for run in finished})
-    if baseline not in {*PRECISIONS, *(run.precision for run in finished)}:
+    models = sorted({str(run.run.get("model")) for run in runs})
+    precisions = "4bit,fp16" if baseline == "4bit" else f"{baseline},4bit"
+    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {precisions}"
+    if baseline in models:
+        runs = [replace(run, against=baseline) for run in runs]
+        remedy = "run the same entries with another model"
+    elif baseline not in {*PRECISIONS, *(run.precision for run in runs)}:
         known = ", ".join([*PRECISIONS, *models])
         raise UsageError(f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}")
-    runs = [run for run in finished if run.num_scored]
-    by_model = grouped(runs, lambda run: run.model)
-    compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
-    if compared := [model for model in compared if model.comparisons]:
-        return compared
-    available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs))
-    precisions = f"{baseline},{'4bit' if baseline != '4bit' else 'fp16'}"
-    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {precisions}"
-    if len(models) > 1:
+    elif len(models) > 1:
         remedy = f"compare models with --baseline {models[0]}, or {remedy}"
+    if compared := compare_runs(runs, baseline, margin):
+        return compared
+    available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs if run.num_scored))
     raise UsageError(
         f"nothing to compare in {folder}: it has {available or 'no finished runs of flexgen models'}; {remedy}"
     )
 
 
+def compare_runs(
+    runs: Iterable[RunScores], baseline: str = "fp16", margin: float = DEFAULT_MARGIN
+) -> list[ModelComparison]:
+    """Compare what can be compared of runs that are already read."""
+    by_model = grouped((run for run in runs if run.num_scored), lambda run: run.against or run.model)
+    compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
+    return [model for model in compared if model.comparisons]
+
+
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
     """Return what `compare --json` prints."""
-    return {
+    content = {
         "suite": suite,
         "baseline": models[0].baseline,
         "models": {
             model.model: {
-                "comparisons": [finite(asdict(one)) for one in model.comparisons],
-                "pooled": [finite(asdict(one)) for one in model.pooled],
+                "baseline": model.base.at_rest,
+                "full_precision": model.base.is_full_precision,
+                "remedy": model.remedy,
+                "comparisons": [asdict(one) for one in model.comparisons],
+                "pooled": [asdict(one) for one in model.pooled],
                 "speed": model.speeds,
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
-                **{name: value and finite(asdict(value)) for name, value in model.extras.items()},
+                **{name: value and asdict(value) for name, value in model.extras.items()},
             }
             for model in models
         },
     }
+    return dict(finite(content))
 
 
 def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:
@@ -343,9 +381,9 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
     notes: list[str] = []
     pairs: dict[tuple[str, str], RunPair] = {}
     compared: list[RunScores] = []
-    ranked = sorted(runs, key=lambda run: (run.entry, precision_rank(run.precision)))
+    ranked = sorted(runs, key=lambda run: (run.entry, precision_rank(run.label)))
     for entry, group in grouped(ranked, lambda run: run.entry).items():
-        by_precision = {run.precision: run for run in group}
+        by_precision = {run.label: run for run in group}
         base = by_precision.get(baseline)
         if base is None or len(by_precision) == 1:
             notes.append(f"{entry} was run in {', '.join(by_precision)} only and is left out")
@@ -353,33 +391,28 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
         compared += by_precision.values()
         for run in by_precision.values():
             if run is not base:
-                pair = pairs[entry, run.precision] = RunPair(base, run)
+                pair = pairs[entry, run.label] = RunPair(base, run)
                 notes += pair.notes
                 comparisons += pair.comparisons(margin, notes)
-    compared.sort(key=lambda run: precision_rank(run.precision))
+    compared.sort(key=lambda run: precision_rank(run.label))
     pooled: list[Comparison] = []
-    for precision in dict.fromkeys(run.precision for run in compared if run.precision != baseline):
+    for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
         # Over the run entries that both precisions have.
-        entries = {run.entry for run in compared if run.precision == precision}
-        both = [run for run in compared if run.entry in entries and run.precision in (baseline, precision)]
-        pools = {(run.entry, run.precision): run for run in by_scenario(both) if run.num_runs > 1}
+        entries = {run.entry for run in compared if run.label == precision}
+        both = [run for run in compared if run.entry in entries and run.label in (baseline, precision)]
+        pools = {(run.entry, run.label): run for run in by_scenario(both) if run.num_runs > 1}
         for entry, _ in [key for key in pools if key[1] == precision and (key[0], baseline) in pools]:
             pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(margin, [])
-    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared), *_floor_note(compared)]
+    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
+    if all(run.run.get("batch_invariant") for run in compared):
+        notes.append("All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero")
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
 
 
-def _floor_note(runs: Sequence[RunScores]) -> list[str]:
-    """Say that what differs is of the precisions, where no run's answers follow its batches."""
-    if not all(run.run.get("batch_invariant") for run in runs):
-        return []
-    return ["All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero"]
-
-
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return notes on what keeps the speeds of precisions from being comparable."""
-    by_precision = grouped(runs, lambda run: run.precision)
+    by_precision = grouped(runs, lambda run: run.label)
     instances = {
         precision: frozenset((run.entry, instance) for run in group for instance in run.instances.index)
         for precision, group in by_precision.items()

@@ -1,4 +1,4 @@
-"""What two runs that score the same tokens say of a precision: perplexities, the same top token, and KL divergence."""
+"""What two models that score the same tokens say of one: perplexities, the same top token, and KL divergence."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ Number = Annotated[float, BeforeValidator(lambda value: math.inf if value is Non
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """The scored tokens of one text in two precisions, in order.
+    """The scored tokens of one text, in order.
 
     documents: [tokens] number of the document that each token is in.
     baseline, logprobs: [tokens] log-probabilities of the tokens.
-    same_top: [tokens] whether both have the same most probable token.
-    sampled: [rows] indices of the tokens whose whole rows were compared.
-    exact: [rows] their KL divergence.
+    kl: [tokens] KL divergence of the whole rows.
+    same_top: [tokens] 1 where both have the same most probable token, else 0.
     """
 
     documents: NDArray[np.int64]
     baseline: Vector
     logprobs: Vector
-    same_top: NDArray[np.bool_]
-    sampled: NDArray[np.int64]
-    exact: Vector
+    kl: Vector
+    same_top: Vector
 
 
 @dataclass(frozen=True)
 class Spread:
-    """KL divergence over some tokens, in nats.
+    """A quantity over tokens, in nats.
 
     interval: of the mean, 95 %, resampled by document; None for a single document.
     """
@@ -57,12 +55,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a precision is from the baseline on a text.
+    """How far a precision, or another model, is from the baseline on a text.
 
     baseline_perplexity, perplexity, ratio, interval: ratio = perplexity / baseline_perplexity with its 95 % interval,
         resampled by document; None for a single document.
     same_top: share of the tokens at which both have the same most probable token.
-    kl: KL(baseline ‖ precision) of the tokens whose whole rows were compared.
+    kl: KL(baseline ‖ precision).
+    logprob: how far the log-probability of the text's token is from the baseline's, whichever is larger.
+    layers: relative error of hidden states after the embedding and each layer; None if it was not measured.
     """
 
     baseline: str
@@ -75,6 +75,8 @@ class Divergence:
     interval: tuple[Number, Number] | None
     same_top: Number
     kl: Spread
+    logprob: Spread
+    layers: tuple[Number, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,18 +133,17 @@ def read_divergence(path: Path, models: Sequence[ModelComparison], suite: str) -
     if isinstance(found, SuiteDivergence) and found.suite != suite:
         raise UsageError(f"--divergence {path} is of the suite {found.suite}, and the comparison is of {suite}")
     baseline = models[0].baseline
-    if wrong := {divergence.baseline for divergence in precisions} - {baseline}:
+    if wrong := {divergence.baseline.replace("/", "--") for divergence in precisions} - {baseline}:
         raise UsageError(f"--divergence {path} is from {', '.join(wrong)}, and the comparison is with {baseline}")
     return [model.with_extra("divergence", found if model.model == name else None) for model in models]
 
 
-def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> Divergence:
-    """Summarize what was scored; baseline, precision: their names."""
-    count = len(scored.documents)
-    loss = _by_document(scored.baseline - scored.logprobs, scored.documents)
-    kl = _by_document(scored.exact, scored.documents[scored.sampled])
-    median, p99 = np.quantile(scored.exact, [0.5, 0.99])
-    largest = float(scored.exact.max())
+def divergence_between(
+    baseline: str, precision: str, scored: ScoredTokens, layers: tuple[float, ...] | None = None
+) -> Divergence:
+    """Summarize what was scored; baseline, precision: their names. layers: as of `Divergence`."""
+    count, changes = len(scored.documents), scored.baseline - scored.logprobs
+    loss = _by_document(changes, scored.documents)
     with np.errstate(over="ignore"):  # infinite where a float cannot hold it
         interval = None if (ends := _interval(loss)) is None else (float(np.exp(ends[0])), float(np.exp(ends[1])))
         return Divergence(
@@ -155,8 +156,15 @@ def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> D
             float(np.exp(loss.value)),
             interval,
             float(scored.same_top.mean()),
-            Spread(len(scored.exact), kl.value, _interval(kl), float(median), float(p99), largest),
+            _spread(scored.kl, scored.documents),
+            _spread(np.abs(changes), scored.documents),
+            layers,
         )
+
+
+def _spread(values: Vector, documents: NDArray[np.int64]) -> Spread:
+    mean = _by_document(values, documents)
+    return Spread(len(values), mean.value, _interval(mean), *np.quantile(values, [0.5, 0.99, 1.0]).tolist())
 
 
 def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:

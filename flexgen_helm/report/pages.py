@@ -1,4 +1,4 @@
-"""Pages of `run`, `report`, `compare` and `plan --frontier`: tables and notes, as text, markdown or one HTML file."""
+"""Pages of commands: tables and notes, as text, markdown or one HTML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
-from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, run_notes, total_speeds
+from flexgen_helm.report.scores import RunScores, by_scenario, grouped, precision_rank, run_notes, total_speeds
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
@@ -175,7 +175,11 @@ def suite_page(report: SuiteReport) -> Page:
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
     scales = _scales(report.compared)
     for model in report.compared:
-        notes = [*_verdicts(model), *(note for note in model.notes if note not in report.notes)]
+        notes = [
+            *_verdicts(model),
+            f"Baseline: {model.base.at_rest}",
+            *(note for note in model.notes if note not in report.notes),
+        ]
         sections.append(_comparison_section(f"Precisions of flexgen/{model.model}", model, notes, scales))
     sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
     return Page(
@@ -196,18 +200,21 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
         notes = list(model.notes)
         if model.extras.get("divergence"):
             notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
-        sections.append(_comparison_section(f"flexgen/{model.model}", model, notes, scales))
+        title = "Models against " * (model.kind == "model") + f"flexgen/{model.model}"
+        sections.append(_comparison_section(title, model, notes, scales))
         if model.verdicts:
             verdicts.append(f"flexgen/{model.model}: " * (len(models) > 1) + "; ".join(_verdicts(model)))
-    facts = {}
+    facts = {"baseline": _distinct(model.base.at_rest for model in models)}
+    if remedy := models[0].remedy:
+        facts["next"] = remedy
     if choices := {model.model: model.extras["choice"] for model in models if model.extras.get("choice")}:
         texts = [f"flexgen/{name}: " * (len(models) > 1) + choice.text for name, choice in choices.items()]
         if undecided := len(models) - len(choices):
             has = "has" if undecided == 1 else "have"
             texts.append(f"{count(undecided, 'other model')} {has} no precision that can be judged")
-        facts = {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
+        facts |= {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
     return Page(
-        f"{suite}: {baseline} and other precisions",
+        f"{suite}: {baseline} and other {models[0].kind}s",
         _COMPARISON_LEGEND.format(baseline=baseline),
         sections,
         facts | _run_facts([run for model in models for run in model.runs]),
@@ -290,11 +297,12 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    verdicts, speeds = tables.verdict_tables(model), replace(tables.speeds_table(model.speeds), title="Speed")
+    speeds = tables.speeds_table(model.speeds, model.kind)
     choice, divergence = map(model.extras.get, ("choice", "divergence"))
     first = [tables.choice_table(choice)] if choice else []
-    last = [tables.divergence_table(divergence, model.baseline)] if divergence else []
-    return Section(title, [*first, *verdicts, *shown, speeds, *last], notes)
+    layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
+    last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
+    return Section(title, [*first, *tables.verdict_tables(model), *shown, speeds, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
@@ -302,7 +310,8 @@ def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
-    return [f"{precision}: {verdict.text}" for precision, verdict in model.verdicts.items()]
+    by_text = grouped(model.verdicts, lambda label: model.verdicts[label].text)
+    return [f"{', '.join(labels)}: {text}" for text, labels in by_text.items()]
 
 
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:

@@ -290,6 +290,11 @@ def instances_needed(flips: float, margin: float) -> int:
     return math.ceil(flips * (_quantiles() / margin) ** 2 + 4 / margin)
 
 
+def margin_shown(instances: int, flips: float) -> float:
+    """Return the least margin within which so many instances show equivalence: the inverse of `instances_needed`."""
+    return min(1.0, (2 + math.sqrt(4 + instances * flips * _quantiles() ** 2)) / instances)
+
+
 # Both, of the instances of two runs.
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,10 +27,12 @@ from flexgen_helm.report.answers import (
     read_texts,
 )
 from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.verdicts import first_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_T = TypeVar("_T")
 # The scenarios report these as `perplexity` too, because HELM's tables know that name.
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
@@ -37,6 +40,8 @@ _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 _MIN_POOLED = 3
 # A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be 0.5 % too small.
 _MIN_DISTINCT = 0.995
+# Types of files that are no quantization.
+_FULL = ("F64", "F32", "F16", "BF16")
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
@@ -62,6 +67,7 @@ class RunScores:
     instances: a row per scored instance, with the statistics that the scores follow from.
     folder: of the run's files; None for a pool.
     parts: the runs of a pool.
+    against: the model that all models are compared with; empty where the precisions of a model are.
     """
 
     name: str
@@ -70,6 +76,7 @@ class RunScores:
     instances: pd.DataFrame = field(compare=False, repr=False)
     folder: Path | None = field(default=None, compare=False)
     parts: Sequence[RunScores] = field(default=(), compare=False, repr=False)
+    against: str = ""
 
     @property
     def num_runs(self) -> int:
@@ -111,7 +118,14 @@ class RunScores:
         """Whether the data set has no more instances than the run has; False if that is not known."""
         if self.parts:
             return all(run.has_all_instances for run in self.parts)
+        if self.run.get("sample"):
+            return False
         return self.folder is not None and has_all_instances(self.folder, self.scenario, len(self._all_digests))
+
+    @property
+    def look(self) -> float:
+        """Share of the level that a look at this sample may spend: 1 but with --until-decided."""
+        return min((part.look for part in self.parts), default=self.run.get("look") or 1.0)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -143,6 +157,31 @@ class RunScores:
     @property
     def precision(self) -> str:
         return str(self.run.get("precision", ""))
+
+    @property
+    def label(self) -> str:
+        """What is compared: the precision, or the model by its name with suffixes."""
+        return str(self.run["model"]) if self.against else self.precision
+
+    @property
+    def stored(self) -> Counter[str]:
+        """Return type -> bytes of the model's files; empty if it is not known."""
+        return Counter(self.run.get("checkpoint_bytes"))
+
+    @property
+    def is_full_precision(self) -> bool | None:
+        """Whether 99 % of the weights have 16 bits or more at rest, and are computed as they are; None if unknown."""
+        if self.precision != "fp16":
+            return False
+        full = sum(self.stored[name] for name in _FULL)
+        return full >= 0.99 * self.stored.total() if self.stored else None
+
+    @property
+    def at_rest(self) -> str:
+        """Model, precision, and the types of the model's files by bytes, in words."""
+        shares = {name: 100 * size / self.stored.total() for name, size in self.stored.most_common()}
+        types = ", ".join(f"{share:.0f} % {name}" for name, share in shares.items() if share > 0.5)
+        return f"{self.typed_model} in {self.precision}; at rest {types or 'of unknown types'}"
 
     @property
     def workload(self) -> dict[str, float]:
@@ -290,7 +329,7 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
     name = f"{runs[0].scenario} ({len(runs)} runs)"
-    return RunScores(name, scores, record, instances, parts=runs)
+    return RunScores(name, scores, record, instances, parts=runs, against=runs[0].against)
 
 
 def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
@@ -314,11 +353,11 @@ def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def grouped(runs: Iterable[RunScores], key: Callable[[RunScores], Any]) -> dict[Any, list[RunScores]]:
-    """Return runs by a key, in the order in which keys first appear."""
-    groups: dict[Any, list[RunScores]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
+    """Return runs, or other items, by a key, in the order in which keys first appear."""
+    groups: dict[Any, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -354,13 +393,13 @@ def reused_note(runs: Sequence[RunScores]) -> list[str]:
 
 
 def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
-    """Add up the runs of each precision: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
+    """Add up the runs of each label: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
     totals = []
-    for precision, group in grouped(runs, lambda run: run.precision).items():
+    for label, group in grouped(runs, lambda run: run.label).items():
         tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
         totals.append(
             {
-                "precision": precision,
+                "precision": label,
                 "instances": sum(run.num_scored for run in group),
                 "tokens": tokens,
                 "latency_s": seconds,
@@ -396,8 +435,17 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
 
 
 def trust_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on models that are not proved, and on runs of several releases."""
+    """Return notes, without full stops, on samples, on models that are not proved, and on runs of several releases."""
     notes = []
+    sampled = {part.entry: sample for run in runs for part in run.parts or [run] if (sample := part.run.get("sample"))}
+    if sampled:
+        parts = [f"{sample['instances']:,} of {sample['of']:,} of {entry}" for entry, sample in sampled.items()]
+        notes.append(f"Random samples of the instances: {first_names(parts)}; run without --until scores all")
+    if (look := min((run.look for run in runs), default=1.0)) < 1:
+        notes.append(
+            f"Samples grew until pairs were decided: p-values are divided by {look:.3g}, what the last look may spend "
+            "of the level; intervals are not wider for it"
+        )
     if unproved := list(dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)):
         notes.append(
             f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the scores are those of "

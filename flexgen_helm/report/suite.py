@@ -51,11 +51,7 @@ def read_suite(folder: Path) -> SuiteReport:
     recorded = {record["model"]: record for record in computed if record["model"] not in models}
     if recorded:
         notes.append(f"times and bytes of {', '.join(recorded)} are those of the last block alone")
-    try:
-        compared: Sequence[ModelComparison] = compare_runs(runs, folder, BASELINE)
-    except UsageError:
-        compared = ()
-    return SuiteReport(folder.name, runs, models | recorded, compared, notes)
+    return SuiteReport(folder.name, runs, models | recorded, compare_runs(runs, BASELINE), notes)
 
 
 def suite_to_json(report: SuiteReport) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from urllib.parse import quote
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.files import duration, rate_text, size, spelled_duration
+from flexgen_helm.files import count, duration, rate_text, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
+from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
@@ -119,17 +119,10 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    pairs = [(run, metric) for run in runs for metric in run.scores or ("-",)]
-    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
+    pairs = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    # Models and precisions below each other, in the order in which entries and metrics first appear.
     names = list(dict.fromkeys(name for run, metric in pairs for name in (run.entry, metric)))
-    pairs.sort(
-        key=lambda pair: (
-            names.index(pair[0].entry),
-            names.index(pair[1]),
-            pair[0].typed_model,
-            precision_rank(pair[0].precision),
-        )
-    )
+    pairs.sort(key=lambda pair: (names.index(pair[0].entry), names.index(pair[1])))
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
          _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
@@ -391,7 +384,7 @@ def comparison_tables(
     model: ModelComparison, comparisons: Sequence[Comparison], scales: Mapping[str, float]
 ) -> list[Table]:
     """Return a table of comparisons of a model per precision; scales: `interval_scales` of all that a page shows."""
-    links = {(run.entry, run.precision): run_link(run) for run in model.runs}
+    links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
     for precision, found in _by_precision(comparisons).items():
         rows = [
@@ -477,6 +470,18 @@ def choice_table(choice: Choice) -> Table:
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
 
 
+def layers_table(found: Divergence) -> Table:
+    """Return a row for the embedding and each layer, with the relative error of the hidden states after it."""
+    errors = found.layers or ()
+    cells = {
+        "after": ["embedding", *(f"layer {number}" for number in range(1, len(errors)))],
+        "error": [f"{error:.6f}" for error in errors],
+        "of the largest": ["█" * round(20 * error / (max(errors) or 1.0)) for error in errors],
+    }
+    of = f"{found.precision} against {found.baseline}, {count(found.tokens, 'token')}"
+    return Table(pd.DataFrame(cells), f"Relative error of hidden states, {of}")
+
+
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
     precisions = found.precisions
@@ -521,16 +526,16 @@ def _unit(comparison: Comparison) -> str:
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
 
 
-def speeds_table(speeds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row per precision of `total_speeds`."""
+def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
+    """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
     cells = {
-        "precision": [speed["precision"] for speed in speeds],
+        kind: [speed["precision"] for speed in speeds],
         "instances": [whole_text(speed["instances"]) for speed in speeds],
         "tokens": [whole_text(speed["tokens"]) for speed in speeds],
         "time": [seconds_text(speed["latency_s"]) for speed in speeds],
         "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
-    return Table(pd.DataFrame(cells), num_keys=0, marks=_speed_marks(speeds))
+    return Table(pd.DataFrame(cells), "Speed", num_keys=0, marks=_speed_marks(speeds))
 
 
 # --- Cells ---

@@ -106,11 +106,17 @@ class SuiteEquivalence:
 
 
 def equivalence(
-    paired: PairedScores, test: PairedTest | None, margin: float = DEFAULT_MARGIN, *, has_all: bool = False
+    paired: PairedScores,
+    test: PairedTest | None,
+    margin: float = DEFAULT_MARGIN,
+    *,
+    has_all: bool = False,
+    look: float = 1.0,
 ) -> Equivalence | None:
     """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
 
-    has_all: the data set has no more instances.
+    has_all: the data set has no more instances. look: share of the level that this test may spend; the p-value of
+        `test` is already divided by it.
     """
     count = len(paired.baseline)
     if count < 2:
@@ -126,6 +132,7 @@ def equivalence(
         loss, unit = float((paired.baseline - paired.scores).sum()), " pp"
     else:
         return None
+    p_value = min(1.0, p_value / look)
     within = f"{100 * margin:g}{unit}"
     step = 10 ** max(0, len(str(needed)) - 2)  # to two digits
     wanted = f"about {math.ceil(needed / step) * step:,}"

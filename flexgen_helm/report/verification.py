@@ -1,4 +1,4 @@
-"""Answers that are computed again to check a suite: how they are compared, what a sample says, and bundles of them."""
+"""Answers that are computed again to check others: how they are compared, what a sample says, and bundles of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 import json
 import math
 import tarfile
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import FiniteFloat, TypeAdapter
+import numpy as np
+from pydantic import TypeAdapter
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import naming, size
-from flexgen_helm.request import GenerationRequest, GenerationResult
-from flexgen_helm.tokenizer.thinking import split_thinking
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
+from flexgen_helm.response_cache import decode_result, encode_result
 
 CONFIDENCE = 0.95
 _MANIFEST, _LINES = "manifest.json", "answers.jsonl"
@@ -42,40 +42,47 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A completion, of which thinking is apart.
+class Recorded:
+    """Answers that some may be drawn from.
 
-    end: why it ended. tokens: texts, as HELM spells them. logprob: their sum, only if another one is recorded.
+    path: the file that has them. command: what wrote it. record: what it says of the run.
+    read: returns an item for each answer. to_answer: makes an answer of an item, in whatever form the caller wants.
     """
 
-    text: str
-    thinking: str | None
-    end: str | None
-    tokens: list[str]
-    logprobs: list[FiniteFloat]
-    logprob: float | None = None
+    path: Path
+    command: str
+    record: Mapping[str, Any]
+    read: Callable[[], Sequence[Any]]
+    to_answer: Callable[[Any], Any]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise `UsageError` where the file is damaged."""
+        try:
+            yield
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise UsageError(f"{self.path} cannot be read ({why}); make the run again") from None
 
 
 @dataclass(frozen=True)
-class DrawnAnswer:
-    """Recorded answers, and the request in token ids that they are computed from.
+class BundledAnswer:
+    """The requests of an answer in token ids, and their results (`plain_result`).
 
     source: index of the run in `Manifest.sources`.
-    echoed: tokens of the prompt's end with which an answer's tokens begin.
     """
 
     source: int
     name: str
-    echoed: int
-    request: GenerationRequest
-    answers: list[Answer]
+    requests: Sequence[GenerationRequest]
+    results: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a sample was drawn from.
 
-    population: answers of the suite. sha256: of a bundle's lines.
+    population: answers of the suite or file. sha256: of a bundle's lines.
     """
 
     suite: str
@@ -86,27 +93,70 @@ class Manifest:
     sha256: str = ""
 
 
-def answers_of(drawn: DrawnAnswer, result: GenerationResult, tokenizer: Tokenizer) -> list[Answer]:
-    """Return the completions of a result in the form of HELM's file."""
-    start = len(result.prompt_token_ids) - drawn.echoed
-    texts = tokenizer.token_texts(result.prompt_token_ids[start:])
-    scores = [score or 0.0 for score in (result.prompt_logprobs or ())[start:]]
-    found = []
-    for answer in result.completions:
-        thinking = None
-        if drawn.request.thinking is not None:
-            thinking, answer = split_thinking(answer, drawn.request.thinking.begins_inside)
-        tokens, logprobs = [*texts, *answer.tokens], [*scores, *answer.logprobs]
-        found.append(Answer(answer.text, thinking, answer.finish_reason, tokens, logprobs))
-    return found
+def draw(
+    recorded: Sequence[Recorded], sample: str | None, seed: int
+) -> tuple[list[Source], list[tuple[int, Any]], int]:
+    """Draw answers at random, without replacement; sample: as of `sample_size`.
+
+    Returns the runs of which some were drawn; their index with each answer, in order; and of how many they were drawn.
+    Raises `UsageError` for a file that is damaged or has no record of its run, and where nothing was answered.
+    """
+    counts = []
+    for part in recorded:
+        with part.reading():
+            counts.append(len(part.read()))
+    if not (population := sum(counts)):
+        raise UsageError("there is no answer of a flexgen model to check; make the run to its end first")
+    numbers = np.random.default_rng(seed).choice(population, sample_size(sample, population), replace=False)
+    sources: list[Source] = []
+    drawn = []
+    for part, end, length in zip(recorded, np.cumsum(counts), counts):
+        if len(of_part := np.sort(numbers[(numbers >= end - length) & (numbers < end)])):
+            known = {field.name: part.record.get(field.name) for field in fields(Source)}
+            if not known["fingerprint"]:
+                raise UsageError(
+                    f"{part.path} has no record of the model that answered; make it again with flexgen-helm "
+                    f"{part.command}, which computes only what is not stored"
+                )
+            with part.reading():
+                items = part.read()
+                drawn += [(len(sources), part.to_answer(items[number])) for number in of_part - end + length]
+                sources.append(TypeAdapter(Source).validate_python(known))
+    return sources, drawn, population
 
 
-def is_equal(recorded: Sequence[Answer], computed: Sequence[Answer], tolerance: float) -> tuple[bool, float]:
-    """Return whether answers are equal, and the largest difference of a log-probability."""
-    pairs = [pair for old, new in zip(recorded, computed) for pair in zip(old.logprobs, new.logprobs)]
-    largest = max((abs(old - new) for old, new in pairs), default=0.0)
-    old, new = ([(len(one.logprobs), replace(one, logprobs=[])) for one in found] for found in (recorded, computed))
-    return bool(old) and old == new and all(abs(a - b) <= tolerance for a, b in pairs), largest
+def compare(
+    recorded: Any, computed: Any, tolerance: float, has_sums: bool = False
+) -> tuple[list[tuple[str, Any, Any]], float]:
+    """Return what differs of two values of JSON (where it is, and both), and the largest difference of two numbers.
+
+    has_sums: differences are parts of the recorded number where that is above 1.
+    """
+    differences, largest = [], 0.0
+    for where, old, new in _unequal(recorded, computed, ""):
+        difference = math.nan
+        if isinstance(old, float) and isinstance(new, float):
+            difference = abs(old - new) / (max(1.0, abs(old)) if has_sums else 1.0)
+        largest = max(largest, difference)
+        if not difference <= tolerance:
+            differences.append((where, old, new))
+    return differences, largest
+
+
+def _unequal(recorded: Any, computed: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(recorded, dict) and isinstance(computed, dict):
+        for key in dict.fromkeys([*recorded, *computed]):
+            yield from _unequal(recorded.get(key), computed.get(key), f"{where}.{key}")
+    elif isinstance(recorded, list) and isinstance(computed, list | tuple) and len(recorded) == len(computed):
+        for index, (old, new) in enumerate(zip(recorded, computed)):
+            yield from _unequal(old, new, f"{where}[{index}]")
+    elif recorded != computed:
+        yield where.removeprefix("."), recorded, computed
+
+
+def plain_result(result: GenerationResult) -> Any:
+    """Return a successful result as values of JSON, without what it cost."""
+    return json.loads(encode_result(replace(result, cost=Cost())))
 
 
 def sample_size(asked: str | None, population: int) -> int:
@@ -137,11 +187,11 @@ def share_above(share: float) -> str:
 # Bundles: a tar file with two members, compressed by Zstandard.
 
 
-def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[DrawnAnswer]) -> None:
+def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[BundledAnswer]) -> None:
     """Write a bundle. Raises `FlexgenError` for one that would be too large to read."""
     import zstandard
 
-    lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in drawn).encode()
+    lines = "".join(json.dumps(answer, default=vars, allow_nan=False) + "\n" for answer in drawn).encode()
     manifest = replace(manifest, sha256=hashlib.sha256(lines).hexdigest())
     packed = b""
     for name, data in ((_MANIFEST, json.dumps(asdict(manifest), indent=2).encode()), (_LINES, lines)):
@@ -158,7 +208,7 @@ def _header(name: str, length: int) -> bytes:
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-def read_bundle(path: Path) -> tuple[Manifest, list[DrawnAnswer]]:
+def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
     """Return the manifest and the answers of a bundle. Raises `UsageError` for what `write_bundle` does not write.
 
     Nothing is unpacked to the disk, and no more is decompressed than a bundle may have.
@@ -172,13 +222,14 @@ def read_bundle(path: Path) -> tuple[Manifest, list[DrawnAnswer]]:
             if reader.read(1025) != bytes(1024):
                 raise ValueError("it goes on behind its two members")
         manifest = TypeAdapter(Manifest).validate_json(content, strict=True)
-        drawn = [TypeAdapter(DrawnAnswer).validate_json(line, strict=True) for line in lines.splitlines()]
+        drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines.splitlines()]
         for answer in drawn:
-            answer.request.validate()
-            prompt, is_short = answer.request.prompt_token_ids, manifest.population < len(drawn)
-            wrong = any(len(one.tokens) != len(one.logprobs) for one in answer.answers)
+            for request in answer.requests:
+                request.validate()
+            for result in answer.results:
+                decode_result(json.dumps(result))
             is_known = 0 <= answer.source < len(manifest.sources)
-            if wrong or is_short or not is_known or not 0 <= answer.echoed <= len(prompt or ()):
+            if not is_known or not 0 < len(answer.requests) == len(answer.results) or manifest.population < len(drawn):
                 raise ValueError(f"{answer.name[:60]!r} contradicts itself or {_MANIFEST}")
         if hashlib.sha256(lines).hexdigest() != manifest.sha256 or not drawn:
             raise ValueError(f"the SHA-256 of {_LINES} is not that of {_MANIFEST}")

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.report.throughput import versions
+from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 from flexgen_helm.service.loaders import EngineLoader
@@ -33,6 +36,7 @@ from flexgen_helm.service.models import ModelArguments
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.tokenizer.chat import ChatFormat
 
 IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
@@ -123,10 +127,12 @@ class SubmittedBlock:
         self.keys = [request.key for request in requests]  # in the order submitted, repeated where they are equal
         self._service, self._jobs = service, jobs
 
-    def wait(self) -> None:
-        """Wait until every request has a result or an error. Raises `Interrupted`."""
-        for job in self._jobs:
-            self._service._wait(job)
+    def wait(self, until: float = math.inf) -> bool:
+        """Wait until every request has a result or an error, or until a time (`time.time()`); return whether they have.
+
+        Raises `Interrupted`.
+        """
+        return all(self._service._wait(job, until) for job in self._jobs)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call once every request has a result or an error, from whichever thread has the last."""
@@ -231,13 +237,16 @@ class Service:
         finally:
             self._release(jobs)
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: Job, until: float = math.inf) -> bool:
         while not job.future.done():
+            if time.time() >= until:
+                return False
             if self._interrupted.is_set():
                 raise Interrupted("interrupted; finished results are stored, the same command continues")
             if self._worker is not None and not self._worker.is_alive():
                 raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
             wait([job.future], timeout=WAIT_SLICE_S)
+        return True
 
     def interrupt(self) -> None:
         """Stop all work soon. Takes no lock: a signal handler may call it."""
@@ -254,6 +263,22 @@ class Service:
         The last result of a block is handed out after `last_run` is set, so whoever has all results finds it here.
         """
         return self._loaded.get(model.engine_key)
+
+    def record(self, model: ModelArguments, chat: ChatFormat | None) -> dict[str, Any]:
+        """Return what `verify` must know of the answers of `model` (`Source`), {} if it gave none.
+
+        chat: format of its prompts.
+        """
+        if (loaded := self.loaded(model)) is None:
+            return {}
+        return {
+            **{field.name: loaded.last_run.get(field.name) for field in fields(Source)},
+            "model": model.name,
+            "precision": model.config.precision,
+            "fingerprint": loaded.fingerprint,
+            "versions": versions(),
+            "chat_template": chat and chat.as_json(),
+        }
 
     def loading_s(self, model: ModelArguments, since: float) -> float:
         """Return the seconds from `since` (`time.monotonic()`) until the model was loaded, 0 if it was before."""

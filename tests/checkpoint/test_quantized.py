@@ -18,7 +18,8 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint, read_header
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.stored_tensors import read_header
 from flexgen_helm.cli import main
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import size

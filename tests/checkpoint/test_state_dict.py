@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.safetensors_checkpoint import read_header
 from flexgen_helm.checkpoint.state_dict import StateDictReader
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, read_header
 from flexgen_helm.errors import CheckpointError
 from tests.helpers.quantized_sets import fp8_by_block, nvfp4
 from tests.helpers.tiny_causal_models import tiny_config

@@ -90,7 +90,12 @@ def test_answers_are_those_of_the_engine_in_order(folder, tmp_path, capsys):
     assert [choice["text"] for choice in bodies[3]["choices"]] == [one.text for one in drawn.completions]
     reasons = ["length" if one.finish_reason == "length" else "stop" for one in drawn.completions]
     assert [choice["finish_reason"] for choice in bodies[3]["choices"]] == reasons
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "in", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "home",
+        "in",
+        "out.jsonl",
+        "out.jsonl.run.json",
+    ]
 
 
 def test_a_bad_line_fails_alone_with_one_sentence(folder, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -21,7 +22,7 @@ def command(model, tmp_path, *more):
 
 def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
     model = tiny("llama")
-    argv = command(model, tmp_path, "--precision", "8bit,fp16,4bit", "--rows", "50", "--json")
+    argv = command(model, tmp_path, "--precision", "8bit,fp16,4bit", "--json")
     assert cli.main(argv) == 0
     by_precision = {row["precision"]: row for row in json.loads(capsys.readouterr().out)["precisions"]}
     assert [*by_precision] == ["8bit", "4bit"]
@@ -32,7 +33,7 @@ def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
             expected = json.loads(capsys.readouterr().out)
             assert found[key] == pytest.approx(expected["perplexity"], rel=1e-6)
             assert found["tokens"] == expected["tokens_scored"]
-        assert found["kl"]["tokens"] == 50
+        assert found["kl"]["tokens"] == found["tokens"] == found["logprob"]["tokens"] and found["layers"] is None
         assert found["interval"][0] < found["ratio"] < found["interval"][1]
     assert 0 < by_precision["8bit"]["kl"]["mean"] < by_precision["4bit"]["kl"]["mean"] / 20
     assert by_precision["8bit"]["same_top"] > by_precision["4bit"]["same_top"]
@@ -44,12 +45,13 @@ def test_for_people_and_with_weights_from_the_disk(tiny, tmp_path, capsys):
         tiny("opt"), tmp_path, "--max-windows", "3", "--offload-dir", str(folder), "--policy", "2x1,0,0,0,100,0,100"
     )
     assert cli.main(argv) == 0
-    first, perplexity, top, head, exact = capsys.readouterr().out.splitlines()
+    first, perplexity, top, head, kl, change = capsys.readouterr().out.splitlines()
     assert first == "4bit against fp16: 117 tokens in 3 windows"
     assert perplexity.startswith("  perplexity ") and top.startswith("  same top token at ")
-    assert head.split()[3:] == ["mean", "95", "%", "interval", "median", "99", "%", "largest"]
-    assert exact.startswith("  117 tokens, exact") and len(head) == len(exact)
-    assert not [*folder.glob("tmp*")]  # the rows are gone
+    assert head.split() == ["nats", "mean", "95", "%", "interval", "median", "99", "%", "largest"]
+    assert kl.startswith("  KL divergence ") and change.startswith("  |log-probability| ")
+    assert len(head) == len(kl) == len(change)
+    assert all(path.name == ".lock" or path.name.startswith("weights-") for path in folder.iterdir())
 
 
 def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monkeypatch, capsys):
@@ -63,11 +65,65 @@ def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monke
         write_run(tmp_path / "runs" / "s", entry, "fp16", {"exact_match": 0.5}, accuracies([0, 1]), model="small")
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.json"))
     (tmp_path / "models.json").write_text(json.dumps({"small": {"path": str(model.path)}}))
-    argv = ["divergence", "small", "--suite", "s", "-o", str(tmp_path), "--rows", "3"]
+    argv = ["divergence", "small", "--suite", "s", "-o", str(tmp_path)]
     assert cli.main(argv) == 0
     shown = capsys.readouterr()
     assert "silent: no answer has a token to compare, so it is left out" in shown.err
     assert shown.out.startswith("answered: 4bit against fp16: 4 tokens in 2 instances") and "silent" not in shown.out
-    assert "  3 tokens, exact" in shown.out
     compared["answered"] = compared["silent"]
     assert cli.main(argv) == 2 and "no answer of small in " in capsys.readouterr().err
+
+
+def test_a_second_model_and_where_the_loss_arises(tiny, tmp_path, capsys):
+    models = [tiny("llama"), tiny("qwen2")]
+    argv = command(models[0], tmp_path)
+    argv[2:2] = [str(models[1].path)]
+    assert cli.main([*argv, "--by-layer", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["precisions"]
+    assert (found["baseline"], found["precision"]) == tuple(str(model.path) for model in models)
+    assert len(found["layers"]) == 4 and min(found["layers"]) > 0.1 and found["kl"]["mean"] > 0.1
+    assert cli.main([*argv, "--by-layer"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, name, error in zip(lines[-4:], ("embedding", "layer 1", "layer 2", "layer 3"), found["layers"]):
+        bar = "█" * round(20 * error / max(found["layers"]))
+        assert line.split() == [*name.split(), f"{error:.6f}", bar]
+    assert cli.main([*argv[:2], str(models[0].path), *argv[3:], "--precision", "8bit", "--baseline", "8bit"]) == 0
+    same = f"{models[0].path}-8bit"
+    assert f"{same} against {same}: " in (out := capsys.readouterr().out) and out.count("0.000000 … 0.000000") == 2
+
+
+def test_models_that_cannot_be_compared_are_refused_before_weights_are_read(tiny, tmp_path, monkeypatch, capsys):
+    argv = command(tiny("llama"), tmp_path)
+    shutil.copytree(tiny("llama").path, folder := tmp_path / "second")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (old,) = (token for token, number in content["model"]["vocab"].items() if number == 77)
+    content["model"]["vocab"]["zebra"] = content["model"]["vocab"].pop(old)
+    content["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert cli.main([*argv[:2], str(folder), *argv[2:]]) == 2
+    assert "token 77 is " in (said := capsys.readouterr().err) and "and 'zebra' in the second" in said
+    argv[2:2] = [str(tiny("gemma2").path)]
+    assert cli.main([*argv, "--by-layer"]) == 2
+    assert "the models have 3 layers of 48 and 4 layers of 48; leave it out" in capsys.readouterr().err
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cli.main(argv) == 2 and "start divergence without torchrun" in capsys.readouterr().err
+
+
+def test_compare_shows_the_divergence_of_two_models(tiny, tmp_path, monkeypatch, capsys):
+    """As `compare --baseline MODEL` shows models: the second one is a precision of the first."""
+    models = {name: {"path": str(tiny(kind).path)} for name, kind in (("first", "llama"), ("second", "qwen2"))}
+    for number, name in enumerate(models):
+        scores = accuracies([number, 1] * 20)
+        write_run(tmp_path / "runs" / "s", "lambada", "fp16", {"exact_match": 0.5}, scores, model=name)
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.json"))
+    (tmp_path / "models.json").write_text(json.dumps(models))
+    argv = command(tiny("llama"), tmp_path, "--json")
+    assert cli.main(["divergence", "flexgen/first", "second", *argv[2:]]) == 0
+    (tmp_path / "kl.json").write_text(shown := capsys.readouterr().out)
+    (found,) = json.loads(shown)["precisions"]
+    assert (found["baseline"], found["precision"]) == ("first", "second")
+    argv = ["compare", "--suite", "s", "-o", str(tmp_path), "--baseline", "first", "--divergence"]
+    assert cli.main([*argv, str(tmp_path / "kl.json")]) == 0
+    assert f"{found['kl']['mean']:.5f}" in capsys.readouterr().out

@@ -168,7 +168,7 @@ def test_a_suite_has_one_writer(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     codes = {}
 
-    def run_suite(argv, options=None, ray=None):
+    def run_suite(*_):
         if not codes:
             codes["first"] = None
             codes.update({name: cli.main([*words, name]) for name in ("mine", "other")})

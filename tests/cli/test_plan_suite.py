@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -16,6 +17,7 @@ from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli import suite_lengths
 from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of, stated_workload
 from flexgen_helm.errors import UsageError
+from flexgen_helm.report.paired import instances_needed
 from flexgen_helm.run_entries import read_conf, without_model
 from flexgen_helm.service.models import ModelArguments
 from tests.helpers.plan_process import plan
@@ -77,13 +79,32 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
     for words in (*told, "  flexgen-helm run -r gsm:model=flexgen/opt-30b "):
         assert words in shown
     assert "processor" not in shown, "the GPU is called GPU"
-    assert re.search(r"^Tonight: \w+, -m \d+, about .*, at most [1-7] h \d+ min\.$", shown.splitlines()[-1])
+    sampled = r"^A random sample, with --until or --hours, in 8 h 0 min: about [1-9][\d.]*% of the instances, at least "
+    assert re.search(sampled, shown.splitlines()[-1])
     assert all(f"\n{name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
     asked = plan(*entries, "-m", "50", "--model", "opt-125m", "--hardware", "t4", "--precision", "8bit").stdout
     assert "opt-125m (8bit)" in asked and "4bit" not in asked
     table = plan(*entries, "-m", "50", "--model", "opt-125m", "--hardware", "t4", "--csv").stdout
     rows = list(csv.DictReader(io.StringIO(table)))
     assert [row["entries"] for row in rows] == ["gsm", "med_qa"] and [row["sequences"] for row in rows] == ["50", "50"]
+
+
+def test_a_sample_is_told_before_it_is_drawn():
+    """A share of every entry: that of the time, where a long suite has no beginnings."""
+    entries = ("-r", "gsm:model=flexgen/any", "-r", "mmlu:subject=abstract_algebra", "--model", "opt-125m")
+    machine = ("--hardware", "t4", "--precision", "fp16")
+    whole = json.loads(plan(*entries, *machine, "--json").stdout)
+    assert whole["sample"]["seconds"] == 8 * 3600 and whole["sample"]["share"] == 1.0
+    hours = whole["as_one_run"]["seconds"] / 3600 / 2
+    half = json.loads(plan(*entries, *machine, "--hours", str(hours), "--json").stdout)
+    sample = half["sample"]
+    assert 0.3 < sample["share"] < 0.7 and sample["least_share"] < sample["share"]
+    assert f" --hours {hours:g}" in half["commands"][0] and len(half["commands"]) == 1
+    for row, of in zip(sample["entries"], (1000, 111)):
+        assert row["of"] == of and row["instances"] == math.ceil(sample["share"] * of)
+        assert instances_needed(0.05, row["difference"]) == row["instances"]
+    table = plan(*entries, *machine, "--until", "07:00").stdout
+    assert re.search(r"\ngsm +1000 +1000 +", table) and "--until 07:00" in table
 
 
 def test_stated_lengths_are_summed_by_hand():
@@ -199,7 +220,7 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
         (("-c", "nope.conf"), "-c nope.conf: there is no such file; shipped are runs/accuracy.conf"),
         (("-r", "gsm", "--suite", "nope"), "there is no suite in benchmark_output/runs/nope; make its prompts"),
         (("-r", "gsm", "--gen-len", "3"), "run entries have their own lengths"),
-        (("-m", "5"), "-m and --suite are for run entries; add -c FILE or -r ENTRY"),
+        (("-m", "5"), "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY"),
         (("-r", "gsm", "--from-csv", "x.csv"), "--from-csv says for each row what to evaluate"),
     ],
 )

@@ -1,96 +1,403 @@
-"""The divergence of two runs equals the formula in float64 on whole rows of `transformers`."""
+"""Two models in lockstep: every figure equals a direct formula in float64 on whole rows of `transformers`."""
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.divergence import BaselineRows, RowDivergence, kl_divergence
-from flexgen_helm.engine.executor import PromptToken
-from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm import Engine, MemoryLimits
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep, half_limits, kl_divergence, require_comparable
+from flexgen_helm.engine.run import Run
+from flexgen_helm.errors import FlexgenError, MemoryLimitError, RequestError, UsageError
+from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, write_gguf
+from tests.helpers.model_folders import edit_config
+from tests.helpers.offload import within
 from tests.helpers.parity import prompts
-from tests.helpers.small_disks import small_disk
-from tests.helpers.tiny_models import VOCABULARY
+from tests.helpers.quantized_sets import FORMATS
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY, TinyModel, gemma_config, llama_config, save_random
 
-FEW = 7
+# Two models of each family, that differ in their weights.
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": VARIANTS["llama"],
+    "gemma2": lambda: gemma_config("Gemma2Config"),
+    "gpt2": VARIANTS["gpt2"],
+}
+STREAMED = {"policy": "2x2,0,0,0,100,0,0", "schedule": "zigzag"}
+PASSES = {"policy": "3x2,0,0,0,100,0,100"}
 
 
-def requests(texts):
-    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in texts]
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Callable[[str], list[TinyModel]]:
+    made: dict[str, list[TinyModel]] = {}
+
+    def get(family: str) -> list[TinyModel]:
+        if family not in made:
+            folders = [tmp_path_factory.mktemp(family) for _ in range(2)]
+            made[family] = [TinyModel(path, save_random(path, FAMILIES[family](), n)) for n, path in enumerate(folders)]
+        return made[family]
+
+    return get
 
 
-def texts_that_share():
+def texts_that_share() -> list[list[int]]:
     """Random prompts: two equal, two with a common beginning, one with a single token."""
     several = prompts(5, 40, seed=3)
     beginning = [random.Random(1).randrange(2, VOCABULARY) for _ in range(20)]
     return [*several, several[0], [*beginning, 5, 6], [*beginning, 9], [7]]
 
 
-def reference_rows(model, texts):
-    """Log-probabilities [tokens, V] in float64 that predict all tokens but each text's first."""
-    rows = [model.logprobs(ids).double()[: len(ids) - 1] for ids in texts]
-    return torch.cat(rows).log_softmax(-1)
+def whole(texts) -> ComparedPrompts:
+    return ComparedPrompts(texts, [range(1, len(ids)) for ids in texts], range(len(texts)))
 
 
-def direct_kl(base, changed):
-    p, q = base.exp().numpy(), changed.exp().numpy()
-    return (p * (np.log(p) - np.log(q))).sum(-1)
+def ends(texts) -> ComparedPrompts:
+    """One prompt whole, two not at all, the last three tokens of the others."""
+    compared = [range(max(1, len(ids) - 3), len(ids)) for ids in texts]
+    compared[0], compared[1], compared[-1] = range(1, len(texts[0])), range(7, 7), range(1, 1)
+    return ComparedPrompts(texts, compared, range(len(texts)))
 
 
-def run(engine, texts, on_logits, share=True):
-    if share:
-        engine.share_every_beginning()
-    for result in engine.run(requests(texts), on_logits=on_logits):
-        assert result.error is None
+def compare(models, asked: ComparedPrompts, *, share=True, by_layer=False, options=({}, {})) -> Lockstep:
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine.from_pretrained(path, **{"device": "cpu", **more}))
+            for path, more in zip(models, options)
+        ]
+        if share:
+            engines[0].share_every_beginning()
+        found = Lockstep(engines, asked, by_layer)
+        within(found.run, 60)
+    return found
 
 
-@pytest.mark.parametrize("num_rows, parts", [(10_000, False), (FEW, False), (10_000, True)])
-def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, num_rows, parts):
-    """parts: of ends of prompts that share their beginnings; one prompt whole, two not at all."""
-    models, texts = [tiny("llama"), tiny("llama-untied-biases")], texts_that_share()
-    compared = [range(1, len(ids)) for ids in texts]
-    if parts:
-        compared[1:] = [range(7, 7), *(range(len(ids) - 3, len(ids)) for ids in texts[2:-1]), range(1, 1)]
-    with BaselineRows(tmp_path, compared, num_rows, VOCABULARY) as kept:
-        with Engine.from_pretrained(models[0].path) as engine:
-            run(engine, texts, kept)
-            run(engine, texts, kept)  # rows that come again, as after an out-of-memory
-            same = RowDivergence(kept)
-            run(engine, texts, same)
-        found = RowDivergence(kept)
-        with Engine.from_pretrained(models[1].path) as engine:
-            run(engine, texts, found, share=parts)  # or the rows come in another order
-        found.require_all()
-    firsts = np.cumsum([0, *(len(ids) - 1 for ids in texts)])
-    picked = [int(first) + index - 1 for first, indices in zip(firsts, compared) for index in indices]
-    base, changed = (reference_rows(model, texts)[picked] for model in models)
-    assert kept.num_tokens == len(picked) and len(kept.sampled) == min(num_rows, len(picked))
-    exact = direct_kl(base, changed)
-    assert exact.min() > 0.01  # or equal rows would do
-    np.testing.assert_allclose(found.exact, exact[kept.sampled], rtol=1e-4)
-    assert np.array_equal(found.same_top == 1, (base.argmax(-1) == changed.argmax(-1)).numpy())
-    assert same.exact.max() == 0 and same.same_top.min() == 1
+def formula(references, asked: ComparedPrompts, width: int | None = None) -> np.ndarray:
+    """Log-probabilities, KL and equal top tokens of the compared tokens, from whole rows in float64, by definition."""
+    columns = []
+    for ids, compared in zip(asked.token_ids, asked.compared):
+        with torch.no_grad():
+            logits = [model.double()(torch.tensor([list(ids)])).logits[0].numpy() for model in references]
+        for index in compared:
+            p, q = (rows[index - 1] - rows[index - 1].max() for rows in logits)
+            p, q = p - np.log(np.exp(p).sum()), q - np.log(np.exp(q).sum())
+            kl = math.fsum(math.exp(a) * (a - b) for a, b in zip(p[:width], q[:width]))
+            columns.append((p[ids[index]], q[ids[index]], kl, float(p.argmax() == q.argmax())))
+    return np.array(columns).T
 
 
-def test_a_row_that_never_comes_is_no_zero(tmp_path):
-    draw = torch.Generator().manual_seed(0)
-    tokens = [PromptToken((0,), index) for index in range(1, 4)]
-    logits = torch.randn(3, VOCABULARY, generator=draw)
-    with BaselineRows(tmp_path, [range(1, 4)], 3, VOCABULARY) as kept:
-        found = RowDivergence(kept)
-        kept(tokens[:2], logits[:2])
-        with pytest.raises(FlexgenError, match="the baseline has no row"):
-            found(tokens, logits)
-        kept(tokens[2:], logits[2:])
-        found(tokens[:2], logits[:2])
-        with pytest.raises(FlexgenError, match="2 of 6 divergences are not finite"):
-            found.require_all()
-        found(tokens[2:], logits[2:])
-        found.require_all()
+def assert_equal(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found[:2], expected[:2], atol=1e-4)
+    np.testing.assert_allclose(found[2], expected[2], rtol=1e-3, atol=1e-6)
+    assert np.array_equal(found[3], expected[3])
+    perplexities = [[math.exp(-math.fsum(row) / len(row)) for row in values[:2]] for values in (found, expected)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [({}, {}), (STREAMED, {}), (PASSES, PASSES)], ids=["memory", "one", "both"])
+@pytest.mark.parametrize("asked", [whole, ends])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_figures_equal_the_formula_on_rows_of_transformers(pair, tmp_path, family, asked, options):
+    """Also where one model is in memory and the other one on the disk, and batches are smaller than they could be."""
+    models, tokens = pair(family), asked(texts_that_share())
+    folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28)}
+    found = compare([model.path for model in models], tokens, options=[{**folder, **more} for more in options])
+    expected = formula([model.reference for model in models], tokens)
+    assert expected[2].min() > 0.01  # or equal rows would do
+    assert_equal(found.values, expected)
+
+
+@pytest.mark.parametrize("options", [{}, STREAMED, PASSES, {"precision": "4bit"}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_at_no_distance_from_itself(pair, tmp_path, family, options):
+    path = pair(family)[0].path
+    folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28), **options}
+    found = compare([path, path], whole(texts_that_share()), by_layer=True, options=(folder, folder))
+    base, logprobs, kl, same = found.values
+    assert np.array_equal(base, logprobs) and not kl.any() and same.all() and found.layers == (0.0,) * len(found.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_relative_errors_of_layers_equal_those_of_transformers(pair, family):
+    models, texts = pair(family), prompts(6, 40, seed=8)
+    found = compare([model.path for model in models], whole(texts), share=False, by_layer=True, options=({}, {}))
+    squares = np.zeros((2, len(found.layers)))
+    for ids in texts:
+        if len(ids) > 1:  # what follows the last token is not asked for
+            states = [hidden_states(model.reference.double(), ids[:-1]) for model in models]
+            squares += [[((b - a) ** 2).sum() for a, b in zip(*states)], [(a**2).sum() for a in states[0]]]
+    np.testing.assert_allclose(found.layers, np.sqrt(squares[0] / squares[1]), rtol=1e-5)
+
+
+def hidden_states(model: Any, ids: list[int]) -> list[np.ndarray]:
+    """After the embedding and each layer, before the last norm, which `transformers` has in its last state."""
+    (layers,) = (part for name, part in model.named_modules() if name in ("model.layers", "transformer.h"))
+    last = []
+    hook = layers[-1].register_forward_hook(
+        lambda module, given, out: last.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    hook.remove()
+    return [state[0].numpy() if state.ndim == 3 else state.numpy() for state in (*states[:-1], last[0])]
+
+
+@pytest.mark.parametrize("precision", ["8bit", "4bit", "4bit-s"])
+def test_precisions_whose_caches_share_other_beginnings_or_none(pair, precision):
+    """Both compute the same batches: a quantized cache shares multiples of groups, a sparse one nothing."""
+    (model, _), beginning = pair("llama"), prompts(1, 70, seed=4)[0][:1] * 66
+    texts = [[*beginning, *ids] for ids in prompts(4, 20, seed=5)]
+    options = {}, {"precision": precision}
+    plain = [compare([model.path] * 2, whole(texts), share=share, options=options).values for share in (True, False)]
+    np.testing.assert_allclose(plain[0][0], plain[1][0], atol=1e-5)
+    assert plain[0][2].max() > 1e-5
+
+
+def test_rows_of_padding_count_in_their_own_model_alone(pair, tmp_path):
+    models = pair("llama")
+    config = llama_config(vocab_size=VOCABULARY + 32)
+    wider = TinyModel(tmp_path, save_random(tmp_path, config, 3))
+    for first, second in ((models[0], wider), (wider, models[0])):
+        tokens = whole(texts_that_share())
+        found = compare([first.path, second.path], tokens)
+        assert_equal(found.values, formula([first.reference, second.reference], tokens, VOCABULARY).clip(min=-np.inf))
+
+
+K_QUANTS = {Kind.Q4_K: (144, ((0, 2), (2, 4))), Kind.Q6_K: (210, ((208, 210),))}
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K, Kind.Q4_K, Kind.Q4_0])
+def test_gguf_files_against_an_original(tmp_path, kind):
+    """And against the folder with the file's own values, as `transformers` reads them: exactly nothing."""
+    from transformers import AutoModelForCausalLM
+
+    draw = np.random.default_rng(2)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    original = TinyModel(tmp_path, save_random(tmp_path, llama_config(**sizes, initializer_range=0.05), 7))
+    keys, tensors = contents(original.reference.float(), "llama")
+    keys |= {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)]}
+    if kind in K_QUANTS:  # which the library does not write: any bytes are values of theirs, but for the scales
+        size, scales = K_QUANTS[kind]
+        for name, values in tensors.items():
+            if values.ndim > 1:
+                blocks = draw.integers(0, 256, (values.size // 256, size), dtype=np.uint8)
+                for first, last in scales:
+                    scale = draw.uniform(1e-4, 3e-4, len(blocks)).astype(np.float16)
+                    blocks[:, first:last] = scale.view(np.uint8).reshape(-1, 2)
+                tensors[name] = blocks.reshape(len(values), -1)
+    stored = ((name, x, kind if x.ndim > 1 else Kind.F32) for name, x in tensors.items())
+    file = write_gguf(tmp_path / "m.gguf", "llama", keys, stored)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    (dequantized := tmp_path / "dequantized").mkdir()
+    shutil.copy(tmp_path / "config.json", dequantized)
+    rounded = {name: value.half() for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    save_file(rounded, dequantized / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32, attn_implementation="eager")
+    tokens = whole(texts_that_share())
+    found = compare([original.path, file], tokens)
+    assert_equal(found.values, formula([original.reference, reference.eval()], tokens))
+    assert found.values[2].max() > 1e-5
+    same = compare([dequantized, file], tokens, by_layer=True)
+    assert not same.values[2].any() and not any(same.layers)
+
+
+@pytest.mark.parametrize("fmt", ["awq", "gptq-4-bits"])
+def test_quantized_folders_against_their_dequantized_originals(tmp_path, fmt):
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    original = TinyModel(tmp_path / "a", save_random(tmp_path / "a", llama_config(**sizes), 3))
+    (config, write), draw = FORMATS[fmt], np.random.default_rng(11)
+    stored, values = {}, load_file(original.path / "model.safetensors")
+    for name, tensor in list(values.items()):
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        parts, values[name] = write(draw, *tensor.shape)
+        stored |= {f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()}
+    for folder in ("quantized", "dequantized"):
+        shutil.copytree(original.path, tmp_path / folder)
+    edit_config(tmp_path / "quantized", quantization_config=config)
+    save_file(stored, tmp_path / "quantized" / "model.safetensors")
+    rounded = {name: value.half().contiguous() for name, value in values.items()}
+    save_file(rounded, tmp_path / "dequantized" / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dequantized", dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = whole(texts_that_share())
+    found = compare([original.path, tmp_path / "quantized"], tokens)
+    assert_equal(found.values, formula([original.reference, reference.eval()], tokens))
+    same = compare([tmp_path / "dequantized", tmp_path / "quantized"], tokens, by_layer=True)
+    assert not same.values[2].any() and not any(same.layers)
+
+
+# What goes wrong: the first error ends both, and neither waits for the other.
+
+
+@pytest.fixture
+def engines(pair):
+    paths = [model.path for model in pair("llama")]
+    with (
+        Engine.from_pretrained(paths[0], device="cpu") as first,
+        Engine.from_pretrained(paths[1], device="cpu") as second,
+    ):
+        yield first, second
+        assert Lockstep((first, second), whole(texts_that_share())).run() is None  # they still work
+    assert not [thread for thread in threading.enumerate() if thread.name == "second model"]
+
+
+def fail(engine: Engine, layer: int, error: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """Let an engine call `error` at its second visit of a layer."""
+    decoder, visits = engine._decoder, []
+    compute = decoder.layer
+
+    def broken(weights, number, *arguments):
+        if number == layer:
+            visits.append(1)
+            if len(visits) == 2:
+                error()
+        return compute(weights, number, *arguments)
+
+    patch.setattr(decoder, "layer", broken, raising=False)
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_of_either_ends_both_at_once(engines, monkeypatch, number, layer, by_layer):
+    with monkeypatch.context() as patch:
+        fail(engines[number], layer, lambda: raise_it(OSError("the disk is gone")), patch)
+        with pytest.raises(OSError, match="the disk is gone"):
+            within(Lockstep(engines, batches_of_one(), by_layer).run)
+
+
+def batches_of_one() -> ComparedPrompts:
+    """Prompts that take several batches."""
+    return whole([ids * 40 for ids in prompts(40, 2, seed=1)])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_real_interrupt_ends_both(engines, monkeypatch, number):
+    """The signal arrives while the first model computes, and while it waits for the second."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        fail(engines[number], 1, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+        Lockstep(engines, batches_of_one()).run()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_memory_that_runs_out_is_a_sentence(engines, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        fail(engines[number], 1, lambda: raise_it(MemoryError()), patch)
+        with pytest.raises(MemoryLimitError, match="memory ran out .* models that are compared cannot .* --cpu-memory"):
+            within(Lockstep(engines, batches_of_one()).run)
+
+
+def test_a_prompt_that_only_the_second_cannot_take_is_refused(pair, tmp_path):
+    shutil.copytree(pair("llama")[0].path, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, max_position_embeddings=30)
+    with pytest.raises(RequestError, match="the model's window of 30 tokens"):
+        compare([pair("llama")[0].path, tmp_path], whole([[5, 6, 7], [*range(2, 42)]]))
+
+
+def test_values_that_are_not_finite_are_refused(engines, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Lockstep, "_compare_logits", lambda *_: None)
+        with pytest.raises(FlexgenError, match="of 360 compared values are not finite"):
+            Lockstep(engines, whole([[*range(2, 93)]])).run()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_models_that_compute_different_tokens_are_noticed(engines, monkeypatch, by_layer):
+    """A defect: the second one's batches are not the first one's."""
+    honest = Run._next_pass
+
+    def changed(run: Run):
+        batches = honest(run)
+        return batches[::-1] if threading.current_thread().name == "second model" else batches
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_next_pass", changed)
+        with pytest.raises(FlexgenError, match="have computed different tokens; this is a bug"):
+            within(Lockstep(engines, batches_of_one(), by_layer).run)
+
+
+# What cannot be compared, before weights are read.
+
+
+class Words:
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.words[token].encode() if token < len(self.words) else b""
+
+
+def opened(words: str | None, rows: int, layers: int = 3, width: int = 48) -> Any:
+    config = SimpleNamespace(vocab_size=rows, num_layers=layers, state_size=width)
+    return SimpleNamespace(config=config), None if words is None else Words(words.split())
+
+
+@pytest.mark.parametrize(
+    "first, second, says",
+    [
+        (opened("a b c", 4), opened("a b d", 4), "token 2 is 'c' in the first and 'd' in the second"),
+        (opened("a b c", 3), opened("a b", 2), "token 2 is 'c' in the first and none in the second"),
+        (opened("a b c", 4), opened("a b", 4), None),  # a name of a row that the other one has too
+        (opened("a b", 4), opened("a b c", 3), None),
+        (opened("a b", 2), opened("a b", 99), None),
+        (opened(None, 4), opened("a b c", 4), None),
+        (opened(None, 4), opened("a b c", 5), "have 4 and 5 tokens, and not both have tokenizer files"),
+    ],
+)
+def test_vocabularies(first, second, says):
+    if says is None:
+        return require_comparable([first, second], True)
+    with pytest.raises(UsageError, match=says):
+        require_comparable([first, second], False)
+
+
+@pytest.mark.parametrize("shape", [(4, 48), (3, 64)])
+def test_layers_that_do_not_match(shape):
+    first, second = opened("a", 2), opened("a", 2, *shape)
+    require_comparable([first, second], False)
+    with pytest.raises(UsageError, match=f"the models have 3 layers of 48 and {shape[0]} layers of {shape[1]}"):
+        require_comparable([first, second], True)
+
+
+def test_models_of_other_depths_and_widths_compare(pair, tmp_path):
+    small = pair("llama")[0]
+    large = TinyModel(tmp_path, save_random(tmp_path, llama_config(num_hidden_layers=5, hidden_size=96), 9))
+    tokens = whole(texts_that_share())
+    for options in (({}, {}), (PASSES, STREAMED)):
+        for models in ((small, large), (large, small)):
+            folder = {"offload_dir": tmp_path / "o", "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28)}
+            found = compare([m.path for m in models], tokens, options=[{**folder, **more} for more in options])
+            assert_equal(found.values, formula([model.reference for model in models], tokens))
+
+
+def test_both_have_half_of_the_limits(tmp_path):
+    options = EngineConfig(limits={"cpu": 1001, "disk": 51}, device="cpu", offload_dir=tmp_path)
+    assert half_limits(options) == MemoryLimits(gpu=0, cpu=500, disk=25)
+    unlimited = half_limits(EngineConfig(device="cpu", offload_dir=tmp_path))
+    assert unlimited.disk is None and unlimited.cpu > 1 << 28
 
 
 def test_what_has_no_chance_in_the_baseline_adds_nothing():
@@ -98,14 +405,3 @@ def test_what_has_no_chance_in_the_baseline_adds_nothing():
     changed = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
     assert kl_divergence(base, changed).item() == pytest.approx(np.log(2))
     assert kl_divergence(changed, base).item() == np.inf
-
-
-def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):
-    with small_disk(tmp_path / "small", 1 << 20) as folder:
-        with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
-            BaselineRows(folder, [range(1, 301)], 300, 1_000)
-        with BaselineRows(folder, [range(1, 101)], 100, 1_000) as kept:  # has its room whoever writes besides
-            with pytest.raises(OSError):
-                (folder / "of another program").write_bytes(bytes(700_000))
-            kept([PromptToken((0,), index) for index in range(1, 101)], torch.ones(100, 1_000))
-            assert kept.rows.min() == 1

@@ -5,7 +5,8 @@ As a script it is `helm-run` (or `flexgen-helm run`, or `quickstart`) on that en
     python fake_engine.py run|suite|quickstart ARGUMENTS
 
 Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and answer computed;
-FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template.
+FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template; FAKE_BLOCKS is the
+number of blocks after which `run --until` ends.
 """
 
 from __future__ import annotations
@@ -208,12 +209,28 @@ def install(adds_bos: bool = False) -> None:
     set_context(fake_context(adds_bos=adds_bos, chat_template=os.environ.get("FAKE_TEMPLATE")))
 
 
+def limit_blocks(blocks: int) -> None:
+    """Have `run --until` end after so many blocks of a fixed size, whatever its clock says."""
+    from flexgen_helm.plugin import samples
+
+    calls = 0
+
+    def block(work: Sequence[int], measured: object, left_s: float) -> int | None:
+        nonlocal calls
+        calls += 1
+        return None if calls > blocks else min(5, len(work) - 1)
+
+    samples.largest_block = block
+
+
 def main() -> int:
     import yaml
 
     # HELM reads 2 MB of its own YAML at each start, which takes two seconds in pure Python.
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
     install()
+    if "FAKE_BLOCKS" in os.environ:
+        limit_blocks(int(os.environ["FAKE_BLOCKS"]))
     kind, *arguments = sys.argv[1:]
     if kind == "quickstart":  # it writes a report
         FakeEngine.usage = USAGE

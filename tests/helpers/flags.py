@@ -25,7 +25,7 @@ def record_suites(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict
 
     calls: list[tuple[list[str], dict[str, Any]]] = []
 
-    def run_suite(argv: Any, options: Any = None, ray: Any = None) -> suite.SuiteOutcome:
+    def run_suite(argv: Any, options: Any = None, *more: Any) -> suite.SuiteOutcome:
         calls.append((list(argv), dict(options or {})))
         return suite.SuiteOutcome(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Kind = gguf.GGMLQuantizationType
@@ -139,3 +141,24 @@ def _llama3_factors(config: Any) -> np.ndarray:
     size = 2 * len(stretched)
     plain = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     return (plain / stretched).numpy().astype(np.float32)
+
+
+def gguf_of(folder: Path, path: Path, kind: Kind) -> Path:
+    """Write the file that llama.cpp's converter makes of a folder of a Llama with a byte-level tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    keys, tensors = contents(model, "llama")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary, special = tokenizer["model"]["vocab"], {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    for number in range(len(tokens), model.config.vocab_size):
+        tokens.append(f"[PAD{number}]")
+        types.append(gguf.TokenType.UNUSED)
+    keys |= {
+        **SMALL_TOKENIZER,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": model.config.eos_token_id,
+    }  # fmt: skip
+    return write_gguf(path, "llama", keys, ((n, x, kind if x.ndim > 1 else Kind.F32) for n, x in tensors.items()))

@@ -25,6 +25,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.fake_engine import limit_blocks
 from tests.helpers.paths import ROOT
 
 ENTRIES = ["simple_mcqa:model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
@@ -44,7 +45,7 @@ class Order:
     number: the signal that ends it.
     limits: resource limits, RLIMIT_FSIZE and the like: [name, bytes] each.
     converts: whether the command `convert` comes first.
-    options: further flags of the suite.
+    options: further flags of the suite. blocks: after which `run --until` ends.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c; None leaves calls
         as they are. Those of the suite's folders are in the file `calls` if the process was given `library`.
@@ -59,6 +60,7 @@ class Order:
     limits: list[tuple[str, int]] = field(default_factory=list)
     converts: bool = True
     options: list[str] = field(default_factory=list)
+    blocks: int | None = None
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
 
@@ -184,6 +186,8 @@ def _be_suite(order: Order, folder: Path) -> None:
             texts = [str(folder), "home,benchmark_output,prod_env", str(folder / "calls"), call]
             ctypes.CDLL(None).arm(*(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:])
         _set_limits(order)
+        if order.blocks is not None:
+            limit_blocks(order.blocks)
         from flexgen_helm import cli
 
         code = cli.main(["convert", order.model]) if order.converts else 0

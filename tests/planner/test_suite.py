@@ -13,7 +13,7 @@ from flexgen_helm.planner.policy import Workload
 def entry(name: str, *lengths: tuple[int, int, int], saved: int = 0) -> EntryWorkload:
     """An entry whose shortest, expected and longest lengths, and those at the limit, are given."""
     workloads = [Workload((group,), saved) for group in lengths]
-    return EntryWorkload(name, "assumed", "a test", *workloads)
+    return EntryWorkload(name, "assumed", "a test", 1, *workloads)
 
 
 ENTRIES = [
@@ -62,8 +62,16 @@ def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
             assert total <= sum(getattr(one, length) for one in alone) * (1 + 1e-9)
             assert total <= getattr(found.as_one, length)
         assert found.limit_s == pytest.approx(found.total.seconds), "all lengths are the same"
-    few = [replace(one, expected=replace(one.expected, groups=((100, 64, 50),))) for one in entries]
-    assert planned.seconds(few, "expected") < planned.total.seconds
+    seconds = [planned.sample_s(share, "expected") for share in (0.01, 0.1, 0.5, 1.0)]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] == planned.as_one.seconds
+
+
+def test_a_part_has_its_share_of_all_lengths():
+    whole = Workload.of([(10 + n % 50, 1 + n % 7) for n in range(1000)], 5000, 100)
+    for share in (0.0001, 0.01, 0.3, 1.0):
+        part = whole.part(share)
+        assert part.num_sequences == -(-1000 * share // 1) and part.saved_tokens == round(5000 * share)
+    assert whole.part(0.3).prompt == pytest.approx(whole.prompt, rel=0.02) and whole.part(1.0) == whole
 
 
 def test_sequences_are_added_up():

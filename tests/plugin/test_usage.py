@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from flexgen_helm.plugin.convert import HelmRequest
-from flexgen_helm.plugin.usage import HelmRun, local_origin, requests_usage, suite_usage
+from flexgen_helm.plugin.usage import HelmRun, local_files, requests_usage, suite_usage
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response
@@ -80,8 +82,8 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
 def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> None:
     """Every key that the docs promise is there; null where this suite computed nothing."""
     (tmp_path / "weights").mkdir()
-    for name, content in (("config.json", {"model_type": "opt"}), ("model.safetensors", {})):
-        (tmp_path / "weights" / name).write_text(json.dumps(content))
+    (tmp_path / "weights" / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    save_file({"a": np.ones((4, 2), np.float16), "b": np.ones(3, np.float32)}, tmp_path / "weights/model.safetensors")
     page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text().split("## flexgen_run.json")[1]
     rows = [line.split("|")[1] for line in page.split("\n## ")[0].splitlines() if line.startswith("| `")]
     promised = {key for row in rows for key in re.findall(r"`(\w+)`", row)} - {"workers"}
@@ -91,6 +93,7 @@ def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> N
     record = json.loads((run.folder / "flexgen_run.json").read_text())
     assert set(record) >= promised and len(promised) > 30
     assert record["origin"] == str(tmp_path / "weights")
+    assert record["checkpoint_bytes"] == {"F16": 16, "F32": 12}
     assert record["bytes"] is record["policy"] is record["hardware"] is record["time_s"] is None
     # What an earlier call computed of the same answers stays.
     run.block = {"bytes": {}, "policy": {"gpu_batch_size": 3}, "origin": "org/repo@0"}
@@ -102,8 +105,8 @@ def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> N
 
 
 def test_where_weights_are_from_is_known_without_the_network(tmp_path: Path) -> None:
-    assert local_origin(ModelArguments("m", str(tmp_path / "absent"))) is None
-    assert local_origin(ModelArguments("m", "opt-66b")) is None
+    assert local_files(ModelArguments("m", str(tmp_path / "absent"))) == {}
+    assert local_files(ModelArguments("m", "opt-66b")) == {}
 
 
 def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def whole(suites):
     return outcome
 
 
-def same(suites: Suites, name: str) -> bool:
-    return json.dumps(suites.results(name), sort_keys=True) == json.dumps(suites.results("whole"), sort_keys=True)
+def same(suites: Suites, name: str, other: str = "whole") -> bool:
+    return json.dumps(suites.results(name), sort_keys=True) == json.dumps(suites.results(other), sort_keys=True)
 
 
 def kill_and_go_on(suites: Suites, whole: Outcome, folder: str, points: list[int]) -> None:
@@ -125,6 +125,30 @@ def test_killed_at_fifty_random_points(suites, whole, part):
         assert set(outcome.computed) | set(last.computed) == set(whole.computed)
         assert len(set(outcome.computed) & set(last.computed)) <= MAX_PENDING
         assert same(suites, folder)
+
+
+@pytest.fixture(scope="module")
+def sampled(suites):
+    """The suite with a sample of its instances, without an interruption."""
+    outcome = suites.run("sampled", options=["--hours", "1"], blocks=2)
+    assert outcome.code == 0, outcome.output
+    return outcome
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, number):
+    """At five random points. Then the rest is computed, and only that."""
+    folder, options = f"sampled{number}", ["--hours", "1"]
+    point = points_of(sampled, ("load", "compute", "cache", "write", "rename")[number], random.Random(number))
+    killed = suites.run(folder, at=point, options=options, blocks=2)
+    assert killed.code == -signal.SIGKILL, killed.output
+    last = suites.run(folder, options=options, blocks=2)
+    assert last.code == 0, last.output
+    assert same(suites, folder, "sampled") and not same(suites, folder)
+    rest = suites.run(folder)
+    assert rest.code == 0 and same(suites, folder), rest.output
+    assert {*killed.computed, *last.computed} == {*sampled.computed}
+    assert {*rest.computed} == {*whole.computed} - {*sampled.computed}
 
 
 # Disks and memory that do not suffice

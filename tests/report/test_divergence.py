@@ -28,20 +28,21 @@ def draw_tokens(draw, documents, tokens, mean):
     """Documents of random lengths with KL divergences of their own mean, and losses that change by as much."""
     document_of = np.repeat(np.arange(documents), draw.integers(tokens // 2, tokens * 3 // 2, documents))
     exact = draw.gamma(2.0, mean / 2, len(document_of)) * draw.gamma(20.0, 1 / 20, documents)[document_of]
-    sampled = np.sort(draw.choice(len(document_of), len(document_of) // 5, replace=False))
     base = -draw.exponential(3.0, len(document_of))
-    same = draw.random(len(document_of)) < 0.9
-    return ScoredTokens(document_of, base, base - exact, same, sampled, exact[sampled]), exact
+    same = (draw.random(len(document_of)) < 0.9).astype(float)
+    return ScoredTokens(document_of, base, base - exact, exact, same)
 
 
 def test_figures_are_direct_sums():
-    scored, exact = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
-    found = divergence_between("fp16", "4bit", scored)
+    scored = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
+    found, exact = divergence_between("fp16", "4bit", scored), scored.kl
     assert (found.tokens, found.documents, found.same_top) == (len(exact), 30, scored.same_top.sum() / len(exact))
     assert found.perplexity == pytest.approx(math.exp(-scored.logprobs.mean()))
     assert found.ratio == pytest.approx(found.perplexity / found.baseline_perplexity) == math.exp(exact.mean())
-    assert found.kl.mean == pytest.approx(exact[scored.sampled].mean()) and found.kl.tokens == len(exact) // 5
-    ordered = np.sort(scored.exact)
+    assert found.kl.mean == pytest.approx(exact.mean()) and found.kl.tokens == len(exact)
+    for key, value in asdict(found.kl).items():  # losses change by as much here
+        assert getattr(found.logprob, key) == pytest.approx(value)
+    ordered = np.sort(exact)
     assert found.kl.largest == ordered[-1] and found.kl.median == pytest.approx(np.median(ordered))
     assert ordered[int(0.99 * len(ordered)) - 2] <= found.kl.p99 <= ordered[-1]
     for interval, value in ((found.interval, found.ratio), (found.kl.interval, found.kl.mean)):
@@ -50,7 +51,7 @@ def test_figures_are_direct_sums():
 
 def test_a_broken_precision_has_an_infinite_perplexity():
     ones = np.ones(4)
-    scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones == 0, np.arange(4), ones)
+    scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones, 0 * ones)
     assert divergence_between("fp16", "4bit", scored).perplexity == math.inf
 
 
@@ -59,8 +60,8 @@ def compared(models, baseline="fp16"):
 
 
 def text_divergence(**changes):
-    scored, _ = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
-    divergence = replace(divergence_between("fp16", "4bit", scored), **changes)
+    scored = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
+    divergence = replace(divergence_between("fp16", "4bit", scored, (0.0, 0.25)), **changes)
     return TextDivergence("flexgen/tiny", "books/book.txt", 64, (divergence,))
 
 
@@ -75,11 +76,12 @@ def test_compare_shows_it_beside_the_verdicts(tmp_path, capsys):
     )
     assert cli.main([*argv, "--json", "--divergence", str(file)]) == 0
     shown = json.loads(capsys.readouterr().out)["models"]["tiny"]["divergence"]
-    assert shown == json.loads(file.read_text())
+    assert shown == json.loads(file.read_text()) and shown["precisions"][0]["layers"] == [0.0, 0.25]
     assert cli.main([*argv, "--divergence", str(file)]) == 0
     (kl,) = text_divergence().precisions
     for text in (capsys.readouterr().out, (suite / "flexgen_compare.html").read_text()):
         assert "Divergence from fp16 on book.txt, nats" in text and f"{kl.kl.mean:.5f}" in text
+        assert "Relative error of hidden states, 4bit against fp16" in text and "█" * 20 in text
 
 
 @pytest.mark.parametrize(

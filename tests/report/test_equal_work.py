@@ -114,7 +114,7 @@ def test_a_changed_data_file_leaves_nothing_to_compare(tmp_path):
         (
             {"chat_template": {"applied": False}},
             {"chat_template": {"applied": True}},
-            "Prompts of flexgen/tiny were sent unchanged in fp16 and through the chat template in 4bit",
+            "Prompts were sent unchanged in fp16 and through the chat template in 4bit",
         ),
         ({}, {"origin": "/models/other", "chat_template": {"applied": True}}, None),  # a record of an earlier release
     ],

@@ -138,7 +138,7 @@ def test_the_page_lists_flips_first_escaped_and_with_links_that_lead_somewhere(t
         suite, "boolq:x=#%?", {"fp16": [(1, HOSTILE, -0.1), (0, " \n", -2.0)], "4bit": [(0, "no", -1.1), (1, "", -2.0)]}
     )
     runs = read_finished_runs(suite)
-    made = comparison_page(compare_runs(runs, suite), "s").to_html(suite)
+    made = comparison_page(compare_runs(runs), "s").to_html(suite)
     assert made.index("<h2>Flips</h2>") < made.index("<h2>flexgen/tiny</h2>")
     assert "<script" not in made and html.escape("<script>alert(") in made and "{{ 7 * 7 }}" in made
     assert "<dt>expected</dt>" in made and "<dt>right</dt>" not in made, "right is no side"
@@ -146,7 +146,7 @@ def test_the_page_lists_flips_first_escaped_and_with_links_that_lead_somewhere(t
     links = set(re.findall(r'href="(\./[^"]*scenario_state\.json)"', made))
     assert len(links) == 2 and all((suite / unquote(link)).is_file() for link in links)
     # Text and markdown have the counts alone.
-    assert "alert" not in comparison_page(compare_runs(runs, suite), "s").to_markdown()
+    assert "alert" not in comparison_page(compare_runs(runs), "s").to_markdown()
 
 
 def test_thousands_of_flips_make_a_page_that_stays_small(tmp_path):
@@ -159,7 +159,7 @@ def test_thousands_of_flips_make_a_page_that_stays_small(tmp_path):
         right = [a[0] for a in answers]
         write_run(tmp_path, "boolq", precision, {"exact_match": np.mean(right)}, accuracies(right), states=states)
     runs = read_finished_runs(tmp_path)
-    made = comparison_page(compare_runs(runs, tmp_path), "s").to_html(tmp_path)
+    made = comparison_page(compare_runs(runs), "s").to_html(tmp_path)
     assert made.count('<article class="flip">') == 1000 and "The first 1,000 are here" in made
     assert len(made) < 4_000_000 and "end999?" in made and "[… 38," in made
     # Parts that are out of sight are not laid out, and a long list is folded.

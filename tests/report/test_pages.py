@@ -40,7 +40,20 @@ def suite(tmp_path_factory):
         write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
     spread = Spread(400, 0.145660, (0.127202, 0.167136), 0.092935, 0.852513, 1.580980)
-    kl = Divergence("fp16", "4bit", 12276, 12, 26.1786, 30.042, 1.1476, (1.1239, 1.1765), 0.787, spread)
+    kl = Divergence(
+        "fp16",
+        "4bit",
+        12276,
+        12,
+        26.1786,
+        30.042,
+        1.1476,
+        (1.1239, 1.1765),
+        0.787,
+        spread,
+        spread,
+        tuple(np.linspace(0, 0.35, 81) ** 2),
+    )
     entries = ("wikitext", "boolq:only_contrast=True")
     found = SuiteDivergence(
         "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
@@ -50,6 +63,9 @@ def suite(tmp_path_factory):
     ]
     compared = comparison_page(models, folder.name)
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
+    name = "org--a-model-with-a-long-name-70b-instruct"
+    across = comparison_page(compare_suite(folder, f"{name}-4bit"), folder.name)
+    (folder / "models.html").write_text(across.to_html(folder), encoding="utf-8")
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
     problem = small(64, 150, endless=True)
     frontier = frontier_page(frontier_points(problem, 4), problem, "opt-30b")
@@ -57,7 +73,7 @@ def suite(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "frontier"])
+@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models", "frontier"])
 def test_a_page_is_readable(window, suite, name):
     window.open(suite / f"{name}.html")
     found = {}

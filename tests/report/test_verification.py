@@ -14,25 +14,28 @@ import zstandard
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report import verification
 from flexgen_helm.report.verification import (
-    Answer,
-    DrawnAnswer,
+    BundledAnswer,
     Manifest,
     Source,
-    is_equal,
+    compare,
+    plain_result,
     read_bundle,
     sample_size,
     share_above,
     upper_bound,
     write_bundle,
 )
-from flexgen_helm.request import GenerationRequest, ThinkingFormat
+from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
+from flexgen_helm.response_cache import decode_result
 
 REQUEST = GenerationRequest(
     prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.5, top_p=0.9, seed=1 << 62, stop=("\n",), n=2,
     echo_logprobs=True, thinking=ThinkingFormat(True, 7, (5,)),
 )  # fmt: skip
-ANSWER = Answer("é\ud7ff", None, "stop", ["bytes:\\xc3"], [-0.1])
-DRAWN = [DrawnAnswer(0, "run, instance id1", 1, REQUEST, [ANSWER, replace(ANSWER, thinking="so")])]
+RESULT = GenerationResult(
+    (Completion("é\ud7ff", ("bytes:\\xc3",), (7,), (-0.1,), "stop"),), (1, 2, 3), (None, -2.5, -3.0), None, Cost(5, 2.0)
+)
+DRAWN = [BundledAnswer(0, "run, instance id1", [REQUEST], [plain_result(RESULT)])]
 MANIFEST = Manifest("s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)])
 
 
@@ -67,23 +70,38 @@ def test_no_size_of_a_sample(asked):
         sample_size(asked, 100)
 
 
+ANSWER = {"text": "a", "end": "stop", "logprobs": [-0.1, -2.0], "more": [[-4.0, True]]}
+
+
 @pytest.mark.parametrize(
-    "change, equal",
-    [({}, True), ({"text": "a"}, False), ({"end": "length"}, False), ({"logprobs": [-0.1001]}, False),
-     ({"logprobs": [-0.100001]}, True), ({"logprobs": []}, False), ({"logprobs": [float("nan")]}, False),
-     ({"logprob": -3.0}, False)],
+    "change, where",
+    [({}, None), ({"text": "b"}, "text"), ({"end": None}, "end"), ({"logprobs": [-0.1001, -2.0]}, "logprobs[0]"),
+     ({"logprobs": [-0.1, -2.000001]}, None), ({"logprobs": []}, "logprobs"), ({"logprobs": [-0.1]}, "logprobs"),
+     ({"logprobs": [float("nan"), -2.0]}, "logprobs[0]"), ({"logprobs": -3.0}, "logprobs"), ({"new": 1}, "new"),
+     ({"more": [[-4.0, False]]}, "more[0][1]"), ({"more": [[-4.00001, True]]}, None),
+     ({"more": [["x", True]]}, "more[0][0]")],
 )  # fmt: skip
-def test_what_is_equal(change, equal):
-    assert is_equal([replace(ANSWER, **change)], [ANSWER], 1e-5)[0] is equal
-    assert is_equal([replace(ANSWER, **change)], [ANSWER], 0.0)[0] is (not change)
-    assert not is_equal([], [], 1.0)[0] and not is_equal([ANSWER, ANSWER], [ANSWER], 1.0)[0]
+def test_what_is_equal(change, where):
+    recorded = {**ANSWER, **change}
+    found = compare(recorded, ANSWER, 1.5e-5)[0]
+    assert [name for name, _, _ in found] == ([where] if where else [])
+    assert bool(compare(recorded, ANSWER, 0.0)[0]) is bool(change)
+    assert bool(compare(ANSWER, recorded, 0.0)[0]) is bool(change)
+    assert compare([ANSWER, ANSWER], [ANSWER], 1.0)[0]
+
+
+def test_sums_differ_by_parts_of_their_value():
+    assert compare([-50.0], [-50.004], 1e-4, has_sums=True) == ([], pytest.approx(8e-5))
+    assert compare([-50.0], [-50.006], 1e-4, has_sums=True)[0] and compare([-50.0], [-50.004], 1e-4)[0]
+    assert compare([-0.5], [-0.50006], 1e-4, has_sums=True)[1] == pytest.approx(6e-5)
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
     write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
-    manifest, drawn = read_bundle(tmp_path / "b.tar.zst")
+    manifest, (answer,) = read_bundle(tmp_path / "b.tar.zst")
     assert replace(manifest, sha256="") == MANIFEST
-    assert json.dumps(list(map(asdict, drawn))) == json.dumps(list(map(asdict, DRAWN)))
+    assert json.dumps(asdict(answer)) == json.dumps(asdict(DRAWN[0]))
+    assert decode_result(json.dumps(answer.results[0])) == replace(RESULT, cost=Cost())
     with tarfile.open(fileobj=io.BytesIO(unpacked(tmp_path / "b.tar.zst"))) as archive:  # as others read it
         assert archive.getnames() == ["manifest.json", "answers.jsonl"]
 
@@ -167,7 +185,9 @@ CHANGES = {
     "a deep nest": (b"[1, 2, 3]", b"[" * 100_000, True), "a text": (b"[1, 2, 3]", b"null", True),
     "too many completions": (b'"n": 2', b'"n": 100000', True),
     "no such source": (b'"source": 0', b'"source": -1', True),
-    "more echoed than the prompt": (b'"echoed": 1', b'"echoed": 4', True),
+    "no result": (b'"results": [{', b'"results": [], "x": [{', True),
+    "no request": (b'"requests": [{', b'"x": [{', True),
+    "an unknown key of a result": (b'"cost"', b'"error": 1, "cost"', True),
     "fewer log-probabilities than tokens": (b"[-0.1]", b"[]", True), "no UTF-8": (b"run, ", b"\xff", True),
 }  # fmt: skip
 

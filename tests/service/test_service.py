@@ -250,6 +250,21 @@ def test_a_block_without_users_is_given_up(bench: Bench) -> None:
     assert time.monotonic() - started < 3
 
 
+def test_waiting_ends_at_a_time(bench: Bench) -> None:
+    """What is finished then is stored, and the rest is computed by whoever asks again."""
+    bench.delay_s = 0.05
+    requests = [keyed(f"{n:03}") for n in range(100)]
+    block = bench.service.submit(MODEL, requests)
+    assert eventually(lambda: len(block.responses()) > 2)
+    assert not block.wait(until=time.time())
+    block.close()
+    assert eventually(lambda: not bench.service._jobs)
+    bench.engines[0]._delay_s = 0.0
+    with bench.service.submit(MODEL, requests) as again:
+        assert again.wait(until=time.time() + 1e9)
+        assert 2 < sum(response.is_cached for response in again.responses().values()) < 100
+
+
 def test_a_block_with_a_user_left_goes_on(bench: Bench) -> None:
     bench.delay_s = 0.01
     block = bench.service.submit(MODEL, [keyed(str(i)) for i in range(50)])

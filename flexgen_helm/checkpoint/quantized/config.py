@@ -24,6 +24,7 @@ class Quantization:
     block: rows and columns that share a scale, the last ones cut off; None if shapes say it.
     zero_offset: what is added to a stored zero point.
     group_sizes: numbers of inputs that share a scale, the last ones cut off.
+    bits: of a code, where the method does not say it.
     """
 
     method: str
@@ -31,6 +32,11 @@ class Quantization:
     block: tuple[int, int] | None = None
     zero_offset: int = 0
     group_sizes: tuple[int, ...] = ()
+    bits: int | None = None
+
+    @property
+    def title(self) -> str:
+        return self.method + (f" {self.bits}-bit" if self.bits else "")
 
 
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
@@ -57,7 +63,8 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
         raise CheckpointError(f"{path}: {error}, which cannot be read; use the original checkpoint") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: quantization_config of {method} is damaged ({error!r})") from error
-    return Quantization(method, dtype, **options)
+    bits = settings.get("bits") or (4 if settings.get("load_in_4bit") else None)
+    return Quantization(method, dtype, bits=bits, **options)
 
 
 def _method(settings: Mapping[str, Any]) -> str:

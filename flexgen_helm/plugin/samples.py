@@ -1,0 +1,97 @@
+"""A suite that must end by a time: its instances in a random order, in blocks that are predicted to end before it.
+
+A sample is named by its share: of each run entry it has the first instances of a random order, that share of them. A
+block takes the sample from one share to a larger one, so it is like all other blocks but for its size, and its seconds
+follow from theirs. How long it takes is predicted before it begins, so its instances do not decide whether they count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+
+# Of the instances' order.
+SEED = 0
+# Shares at which a sample may end: of so many instances more than at the one before.
+_STEP = 1.1
+# Shares at which a suite is looked at that ends when its pairs are decided.
+LOOKS = [2.0**-halvings for halvings in range(5, -1, -1)]
+# A block may be so many times as large as the last one that was measured.
+_GROWTH = 8
+# A block begins where so many times its predicted seconds are left.
+_CAUTION = 1.25
+# Least seconds of a further request, of the mean ones of the last block: two measured blocks say little of more.
+_LEAST_SLOPE = 0.1
+
+
+def joining_shares(entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED) -> dict[str, float]:
+    """Return, by the id of each instance, the share above which a sample of the entry has it; the first one's is 0.
+
+    instances: id and split of each. Splits are drawn apart, because HELM scores one of them.
+    The order is that of digests, so it is the same for every model.
+    """
+    splits: dict[str | None, list[str]] = {}
+    for key, split in dict.fromkeys(instances):
+        splits.setdefault(split, []).append(key)
+    joining = {}
+    for keys in splits.values():
+        keys.sort(key=lambda key: hashlib.sha256(f"{seed} {entry} {key}".encode()).digest())
+        joining.update({key: rank / len(keys) for rank, key in enumerate(keys)})
+    return joining
+
+
+def possible_shares(most_instances: int) -> list[float]:
+    """Return the shares at which a sample may end, from one instance of each entry to all."""
+    steps = math.ceil(math.log(most_instances) / math.log(_STEP))
+    return [_STEP ** (step - steps) for step in range(steps + 1)]
+
+
+def largest_sample(
+    requests: Iterable[float], shares: Sequence[float], left_s: Callable[[], float],
+    compute: Callable[[float, float], float | None], one_by_one: bool = False,
+) -> float:  # fmt: skip
+    """Compute blocks while one more is predicted to end in time; return the share of the sample, 0 for none.
+
+    requests: the joining share of each. shares: at which the sample may end, or with `one_by_one` each block.
+    compute: computes the requests from one share to another; returns its seconds, None if most answers were stored.
+        Raises `TimeoutError` if the time is up before.
+    """
+    ordered, measured, joined = sorted(requests), list[tuple[int, float]](), 0.0
+    while larger := [share for share in shares if share > joined]:
+        candidates = larger[:1] if one_by_one else larger
+        work = [bisect_left(ordered, share) - bisect_left(ordered, joined) for share in candidates]
+        index = largest_block(work, measured, left_s())
+        if index is None:
+            break
+        try:
+            seconds = compute(joined, larger[index])
+        except TimeoutError:
+            break
+        joined = larger[index]
+        if seconds is not None:
+            measured.append((work[index], seconds))
+    return joined
+
+
+def largest_block(work: Sequence[int], measured: Sequence[tuple[int, float]], left_s: float) -> int | None:
+    """Return the index of the largest block that is predicted to end in time; None if none is.
+
+    work: requests of each possible block, ascending. measured: requests and seconds of earlier blocks; without any, it
+        is the smallest block.
+    """
+    if left_s <= 0:
+        return None
+    if not measured:
+        return 0
+    requests, seconds = measured[-1]
+    slope = seconds / requests
+    if len(measured) > 1 and (more := requests - measured[-2][0]):  # a block has seconds of its own besides: weights
+        slope = min(slope, max((seconds - measured[-2][1]) / more, _LEAST_SLOPE * slope))
+    fits = [
+        index
+        for index, asked in enumerate(work)
+        if asked <= max(_GROWTH * requests, work[0]) and _CAUTION * (seconds + slope * (asked - requests)) <= left_s
+    ]
+    return max(fits, default=None)

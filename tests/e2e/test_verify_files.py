@@ -1,0 +1,245 @@
+"""`flexgen-helm verify` of what `batch` and `lm-eval` wrote: equal, unless one answer is changed and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.helpers.chat_models import CHATML
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PAGES, SUMS, invented_tasks
+from tests.helpers.real_runs import MAIN, flexgen_helm
+from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+# As `leave_out_others`, in the process of the command.
+FEW_TASKS = f"""
+import lm_eval.tasks
+make = lm_eval.tasks.TaskManager.__init__
+lm_eval.tasks.TaskManager.__init__ = lambda self, *a, **k: make(self, *a, **{{**k, "include_defaults": False}})
+import lm_eval.evaluator
+lm_eval.evaluator.add_env_info = lambda results: None
+{MAIN}"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify_files")
+    save_random(folder / "model", llama_config(vocab_size=315), seed=5)
+    save_tokenizer(folder / "model")
+    config = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    (folder / "models.yaml").write_text(json.dumps({"tiny": {"path": str(folder / "model")}}))
+    return folder
+
+
+@pytest.fixture
+def run(folder):
+    return partial(flexgen_helm, folder)
+
+
+def requests(count):
+    """Lines of all kinds: texts, token ids, chats, several prompts, drawn and greedy, with log-probabilities or not."""
+    draw = random.Random(0)
+    for number in range(count):
+        body = {"model": "tiny", "max_tokens": draw.randint(1, 4), "temperature": draw.choice([0, 1])}
+        if number % 3 == 0:
+            url = CHAT
+            body |= {"messages": [{"role": "user", "content": f"say {number}"}]}
+            body |= draw.choice([{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}])
+        else:
+            url = TEXT
+            body |= {"prompt": draw.choice([f"word {number}", [5, 6, 7 + number % 200], ["a b", "c"]])}
+            body |= draw.choice([{}, {"logprobs": 2, "echo": True}, {"n": 2, "seed": 3}, {"stop": "e", "logprobs": 0}])
+        yield {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def answered(folder):
+    """1,000 lines with their answers."""
+    write(folder / "in.jsonl", requests(1000))
+    done = flexgen_helm(folder, "batch", "in.jsonl", "-o", "out.jsonl", "--batch-invariant")
+    assert done.returncode == 0, done.stderr
+    return folder / "out.jsonl"
+
+
+def test_one_changed_answer_among_1000_is_found_where_it_is_drawn(run, answered, folder):
+    """As the sample's draw says, and the untouched file is accepted."""
+    check = partial(run, "verify", "out.jsonl", "--requests", "in.jsonl", "--sample", "250")
+    untouched, lines = answered.read_text(), lines_of(answered)
+    done = check()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == (
+        "250 of 250 answers equal to the bit; with 95 % confidence at most 1.2 % of the 1,000 answers of 'out.jsonl' "
+        "differ\n"
+    )
+    drawn = {seed: set(np.random.default_rng(seed).choice(1000, 250, replace=False).tolist()) for seed in range(2)}
+    planted = min(drawn[0] - drawn[1])
+    choice = lines[planted]["response"]["body"]["choices"][-1]
+    if "message" in choice:
+        choice["message"]["content"] += "!"
+    else:
+        choice["text"] += "!"
+    try:
+        write(answered, lines)
+        assert check("--seed", "1").returncode == 0
+        done = check("--seed", "0")
+    finally:
+        answered.write_text(untouched)
+    assert done.returncode == 1 and f"out.jsonl, r{planted}' differs at 'choices[" in done.stdout
+    assert "249 of 250 answers equal to the bit" in done.stdout
+
+
+def _message(body):
+    body["choices"][0]["message"]["content"] += "x"
+
+
+def _logprob(body):
+    tokens = body["choices"][0]["logprobs"]["content"]
+    tokens[0]["logprob"] = math.nextafter(tokens[0]["logprob"], 0)
+
+
+def _usage(body):
+    body["usage"]["total_tokens"] += 1
+
+
+@pytest.fixture
+def few(folder, answered, tmp_path):
+    """Write 12 answers, changed or not, and the record; return arguments that check them."""
+
+    def make(change=None, record=True):
+        lines = lines_of(answered)[:12]
+        if change is not None:
+            number, change = change
+            change(lines[number]["response"]["body"])
+        write(tmp_path / "few.jsonl", lines)
+        if record:
+            (tmp_path / "few.jsonl.run.json").write_text((folder / "out.jsonl.run.json").read_text())
+        return str(tmp_path / "few.jsonl"), "--requests", "in.jsonl", "--sample", "100%"
+
+    return make
+
+
+@pytest.mark.parametrize("change", [_message, _logprob, _usage])
+def test_whatever_is_changed_of_an_answer_is_found(run, few, folder, change):
+    asked = lines_of(folder / "in.jsonl")
+    number = next(n for n in range(12) if asked[n]["url"] == CHAT and asked[n]["body"].get("logprobs"))
+    done = run("verify", *few((number, change)))
+    assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, done.stdout + done.stderr
+    assert "11 of 12 answers equal to the bit; these are all of the 12 answers of 'few.jsonl'" in done.stdout
+
+
+def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_path):
+    bundle = str(tmp_path / "few.tar.zst")
+    done = run("verify", *few(), "--with", "transformers", "--bundle", bundle)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("12 of 12 answers equal within 0.001 (by transformers in float32; ")
+    for more, how in (((), "equal to the bit"), (("--with", "transformers"), "equal within 0.001 (by transformers")):
+        done = run("verify", bundle, *more)
+        assert done.returncode == 0 and done.stdout.startswith(f"12 of 12 answers {how}"), done.stdout + done.stderr
+
+
+def test_what_lacks_its_record_or_its_requests_is_refused(run, few, folder, tmp_path):
+    done = run("verify", few(record=False)[0], "--requests", "in.jsonl")
+    assert done.returncode == 2 and "make it again with flexgen-helm batch" in done.stderr
+    done = run("verify", few()[0])
+    assert done.returncode == 2 and "does not say what was asked; name what" in done.stderr
+    write(tmp_path / "in.jsonl", requests(5))
+    done = run("verify", few()[0], "--requests", str(tmp_path / "in.jsonl"), "--sample", "100%")
+    assert done.returncode == 2 and "in.jsonl is not what few.jsonl, r5, answers" in done.stderr
+    (tmp_path / "few.jsonl").write_text('{"response": 5}\n')
+    done = run("verify", str(tmp_path / "few.jsonl"), "--requests", "in.jsonl")
+    assert done.returncode == 2 and "few.jsonl cannot be read (" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def evaluated(folder):
+    """The file of results of tasks of each kind; one draws at random, with repeated prompts."""
+    tasks = invented_tasks(folder / "tasks", 8)
+    task = json.loads((tasks / f"{SUMS}.yaml").read_text())
+    task |= {"task": "drawn", "repeats": 2}
+    task["generation_kwargs"] |= {"do_sample": True, "temperature": 1.0}
+    task["filter_list"] += [{"name": "last", "filter": [{"function": "take_first"}]}]
+    (tasks / "drawn.yaml").write_text(json.dumps(task))
+    test = tasks / f"{SUMS}.jsonl"
+    test.write_text(test.read_text().splitlines()[0] + "\n" + test.read_text())  # one prompt twice
+    done = flexgen_helm(
+        folder, "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True,max_length=90", "--include_path",
+        str(tasks), "--tasks", CHOICES, LAST_WORD, PAGES, SUMS, "drawn", "--output_path", "out", "--log_samples",
+        program=FEW_TASKS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (results,) = (folder / "out").rglob("results_*.json")
+    return results
+
+
+def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
+    path, bundle = str(evaluated), str(tmp_path / "b.tar.zst")
+    done = run("verify", path, "--sample", "100%", "--bundle", bundle)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = 8 + 8 + 8 + 9 + 2 * 9
+    name = repr(evaluated.name)
+    assert (
+        done.stdout == f"{count} of {count} answers equal to the bit; these are all of the {count} answers of {name}\n"
+    )
+    done = run("verify", bundle)
+    assert done.returncode == 0 and done.stdout.startswith(f"{count} of {count} answers equal to the bit"), done.stderr
+    done = run("verify", path, "--sample", "100%", "--with", "transformers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{count} of {count} answers equal within 0.001 (by transformers in float32; the largest" in done.stdout
+
+
+def _score(resps):
+    resps[0][0][0] = repr(math.nextafter(float(resps[0][0][0]), 0))
+
+
+def _greedy(resps):
+    resps[0][0][1] = {"True": "False", "False": "True"}[resps[0][0][1]]
+
+
+def _sum(resps):
+    resps[0][0] = repr(float(resps[0][0]) - 1e-9)
+
+
+def _generated(resps):
+    resps[0][-1] += "7"
+
+
+@pytest.mark.parametrize(
+    "task, change", [(CHOICES, _score), (LAST_WORD, _greedy), (PAGES, _sum), (SUMS, _generated), ("drawn", _generated)]
+)
+def test_a_changed_answer_of_lm_eval_is_found(run, evaluated, task, change):
+    path = next(evaluated.parent.glob(f"samples_{task}_*.jsonl"))
+    untouched, lines = path.read_text(), lines_of(path)
+    change(lines[3]["resps"])
+    try:
+        write(path, lines)
+        done = run("verify", str(evaluated), "--sample", "100%")
+    finally:
+        path.write_text(untouched)
+    assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, done.stdout + done.stderr
+    assert f"'{task}, document {lines[3]['doc_id']}' differs at '[0][" in done.stdout
+
+
+def test_results_of_lm_eval_without_samples_or_record_are_refused(run, evaluated, tmp_path):
+    content = json.loads(evaluated.read_text())
+    (tmp_path / "results_x.json").write_text(json.dumps(content))
+    done = run("verify", str(tmp_path / "results_x.json"))
+    assert done.returncode == 2 and "run flexgen-helm lm-eval with --log_samples" in done.stderr
+    del content["config"]["flexgen_run"]
+    (evaluated.parent / f"results_{evaluated.stem.rpartition('_')[2]}.json").write_text(json.dumps(content))
+    done = run("verify", str(evaluated))
+    assert done.returncode == 2 and "make it again with flexgen-helm lm-eval" in done.stderr

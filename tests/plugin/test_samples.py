@@ -1,0 +1,183 @@
+"""Random samples that grow until a time: their order, the sizes of blocks, and scores without bias."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from flexgen_helm.plugin.samples import LOOKS, joining_shares, largest_block, largest_sample, possible_shares
+from flexgen_helm.report.paired import equivalence_p_value
+
+INSTANCES = 600
+
+
+def ids(count, split="test"):
+    return [(f"id{number}", split) for number in range(count)]
+
+
+def order(entry, instances, seed=0):
+    shares = joining_shares(entry, instances, seed)
+    return sorted(shares, key=lambda key: shares[key])
+
+
+def test_an_order_is_of_entry_and_seed_alone():
+    """So it is that of all models; a larger -m only puts further instances between."""
+    assert order("a", ids(50)) == order("a", ids(50)[::-1]) != order("b", ids(50)) != order("a", ids(50), seed=1)
+    few = {key for key, _ in ids(50)}
+    assert [key for key in order("a", ids(80)) if key in few] == order("a", ids(50))
+    # Trials, references and perturbations of an instance join with it.
+    assert joining_shares("a", ids(9) * 3, 0) == joining_shares("a", ids(9), 0)
+
+
+def test_every_order_is_as_likely():
+    firsts = np.zeros((5, 5))
+    for seed in range(4000):
+        for rank, key in enumerate(order("a", ids(5), seed)):
+            firsts[rank, int(key[2:])] += 1
+    assert abs(firsts - 800).max() < 4 * np.sqrt(4000 * 0.2 * 0.8)
+
+
+def test_a_sample_has_the_same_share_of_each_split_and_at_least_one_instance():
+    shares = joining_shares("a", [*ids(7, "valid"), *((f"t{n}", "test") for n in range(100))], 0)
+    for share in possible_shares(100):
+        joined = [key for key, at in shares.items() if at < share]
+        assert sum(key.startswith("t") for key in joined) == np.ceil(100 * share - 1e-9)
+        assert sum(key.startswith("id") for key in joined) == np.ceil(7 * share - 1e-9) >= 1
+    assert possible_shares(100)[-1] == 1.0 and possible_shares(1) == [1.0] and possible_shares(100)[0] <= 0.01
+
+
+def test_blocks_grow_with_what_was_measured():
+    work = [1, 10, 100, 1000, 10_000]
+    assert largest_block(work, [], 1.0) == 0
+    assert largest_block(work, [(10, 1.0)], 1e9) == 1  # at most eight times as large
+    assert largest_block(work, [(1000, 100.0)], 1e9) == 3
+    assert largest_block(work, [(1000, 100.0)], 12.6) == 2 and largest_block(work, [(1000, 100.0)], 12.4) == 1
+    # Reading the weights takes 90 s of every block, so a smaller block takes hardly less.
+    assert largest_block(work, [(100, 91.0), (1000, 100.0)], 100.0) is None
+    assert largest_block(work, [(100, 91.0), (1000, 100.0)], 125.1) == 3
+    assert largest_block(work, [(1000, 100.0)], 0.0) is None
+    assert largest_block([40, 50], [(2, 1.0)], 100.0) == 0  # the smallest is always allowed
+
+
+class Machine:
+    """A simulated clock: a block takes a while, so long for each token, and a few percent more or less."""
+
+    def __init__(self, lengths, begin_s, noise, until, seed):
+        joining = joining_shares("entry", ids(len(lengths)), seed)
+        self.joining = np.array([joining[f"id{number}"] for number in range(len(lengths))])
+        self.lengths, self.begin_s, self.noise, self.until = lengths, begin_s, noise, until
+        self.now, self.draw, self.blocks = 0.0, np.random.default_rng(seed), 0
+
+    def compute(self, joined, share):
+        part = (self.joining >= joined) & (self.joining < share)
+        seconds = (self.begin_s + self.lengths[part].sum()) * np.exp(self.noise * self.draw.normal())
+        self.blocks += 1
+        if self.now + seconds > self.until:
+            self.now = self.until
+            raise TimeoutError
+        self.now += seconds
+        return seconds
+
+    def sample(self):
+        shares = possible_shares(len(self.lengths))
+        return self.joining < largest_sample(self.joining, shares, lambda: self.until - self.now, self.compute)
+
+
+@pytest.mark.parametrize("until", [None, 30.0])
+def test_a_run_that_is_cut_has_unbiased_scores(until):
+    """500 cuts, at random times and at one time. Long answers are wrong, and take long: the worst case."""
+    draw = np.random.default_rng(1)
+    lengths = draw.gamma(2.0, 0.05, INSTANCES)  # 60 s in all
+    right = (draw.random(INSTANCES) < np.exp(-6 * lengths)).astype(float)
+    assert np.corrcoef(lengths, right)[0, 1] < -0.3
+    cuts = []
+    for seed in range(500):
+        machine = Machine(lengths, 0.5, 0.05, draw.uniform(5, 60) if until is None else until, seed)
+        cuts.append(right[machine.sample()].mean())
+    error = np.std(cuts, ddof=1) / np.sqrt(len(cuts))
+    assert abs(np.mean(cuts) - right.mean()) < 2 * error
+
+
+def test_what_is_finished_first_would_be_biased():
+    """The guard's inverse: answers that are done by a time, with all at work at once, are the short ones."""
+    lengths = np.random.default_rng(1).gamma(2.0, 0.05, INSTANCES)
+    right = lengths < np.median(lengths)
+    assert right[lengths < 0.15].mean() > right.mean() + 0.1
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 1.0, 10.0])
+def test_most_of_the_time_is_used_in_few_blocks(begin_s):
+    shares, blocks = [], []
+    for seed in range(100):
+        machine = Machine(np.full(1000, 0.2), begin_s, 0.1, 100.0, seed)
+        sample = machine.sample()
+        shares.append(sample.sum())
+        blocks.append(machine.blocks)
+        assert machine.now <= 100.0
+    possible = (100 - begin_s) / 0.2
+    # 10 s of each block are its beginning: five blocks leave half of the time.
+    assert np.median(shares) > (0.45 if begin_s == 10 else 0.8) * possible and max(blocks) <= 6
+
+
+# Looks, until all pairs are decided
+
+SEQUENCES, SIZE, MARGIN = 2000, 1000, 0.03
+
+
+@cache
+def equivalence_p(lost, won, count):
+    return equivalence_p_value(lost, won, count, MARGIN)
+
+
+@cache
+def worse_p(lost, won):
+    return binomtest(lost, lost + won).pvalue if lost > won else 1.0
+
+
+def claims(difference, flips, seed, spends=lambda share, before: share - before):
+    """Of 2,000 sequences of looks, how many claim 'equivalent', and how many 'worse', at a look of their own choice."""
+    draw = np.random.default_rng(seed)
+    found = {"equivalent": 0, "worse": 0}
+    for _ in range(SEQUENCES):
+        outcomes = draw.random(SIZE)
+        lost, won = outcomes < (flips + difference) / 2, outcomes > 1 - (flips - difference) / 2
+        before, claimed = 0.0, set()
+        for share in LOOKS:
+            number = int(np.ceil(SIZE * share))
+            counts, level = (int(lost[:number].sum()), int(won[:number].sum())), 0.05 * spends(share, before)
+            before = share
+            claimed |= {"equivalent"} if equivalence_p(*counts, number) <= level else set()
+            claimed |= {"worse"} if worse_p(*counts) <= level else set()
+        for claim in claimed:
+            found[claim] += 1
+    return {claim: number / SEQUENCES for claim, number in found.items()}
+
+
+@pytest.mark.parametrize(
+    "difference, flips, wrong",
+    [
+        (MARGIN, 0.03, "equivalent"),  # at the margin; all flips are losses
+        (MARGIN, 0.10, "equivalent"),
+        (0.04, 0.08, "equivalent"),  # beyond it
+        (0.0, 0.05, "worse"),
+        (0.0, 0.20, "worse"),
+        (-0.01, 0.05, "worse"),
+    ],
+)
+def test_a_sequence_of_looks_is_wrong_in_at_most_5_percent(difference, flips, wrong):
+    """Whatever the rule is that ends the sequence: also if a claim at any of the looks counts."""
+    assert claims(difference, flips, seed=1)[wrong] <= 0.05
+
+
+def test_looks_at_the_whole_level_would_be_wrong_more_often():
+    assert claims(0.0, 0.2, seed=1, spends=lambda share, before: 1.0)["worse"] > 0.05
+    assert claims(MARGIN, 0.1, seed=1, spends=lambda share, before: 1.0)["equivalent"] > 0.05
+
+
+def test_looks_decide_what_is_clear():
+    assert claims(0.0, 0.02, seed=1)["equivalent"] > 0.9 and claims(0.10, 0.12, seed=1)["worse"] > 0.99
+    assert LOOKS[-1] == 1.0 and sorted(LOOKS) == LOOKS
+    assert sum(share - before for share, before in zip(LOOKS, [0.0, *LOOKS])) == 1.0
