@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -17,7 +19,8 @@ import torch
 import transformers
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
-from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures import ARCHITECTURES, architecture_by_modules
 from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.placement import UNLIMITED
@@ -25,7 +28,7 @@ from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from tests.helpers.model_table import rewrite
 from tests.helpers.parity import differences
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+from tests.helpers.tiny_causal_models import UNBUILT, causal_classes, tiny_config
 
 PAGE = ROOT / "docs/explanation/transformers-backend.md"
 BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
@@ -204,5 +207,29 @@ def measure() -> Iterator[tuple[str, str, float]]:
             yield name, features(config), difference
 
 
+def refusals() -> dict[str, str]:
+    """What the engine says of each causal class that does not run, by its name, without the name."""
+    said = {}
+    for name in causal_classes():
+        if name in NATIVE or name in OTHERS or (name in supported() and name not in REFUSED):
+            continue
+        content = {**tiny_model_config(name).to_dict(), "architectures": [name]}
+        try:
+            architecture_by_modules(content).read_config(json.loads(json.dumps(content, default=str)))
+        except (UnsupportedArchitectureError, ValueError) as error:
+            said[name] = re.sub(rf"^{name} |attention of {name} |the head of {name} ", "", str(error)).partition(";")[0]
+    return {**said, **dict.fromkeys(sorted(UNBUILT), "not tried: its default configuration makes no model")}
+
+
+def refusal_table() -> str:
+    """Classes that are refused, and why; those with one reason share a row."""
+    rows: dict[str, list[str]] = {}
+    for name, why in refusals().items():
+        rows.setdefault(why, []).append(name.removesuffix("ForCausalLM"))
+    lines = ["| reason | classes |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {why} | {', '.join(names)} |" for why, names in sorted(rows.items()))])
+
+
 if __name__ == "__main__":
+    rewrite(PAGE, "<!-- refused: make model-table -->", "<!-- end of what is refused -->", refusal_table())
     rewrite(PAGE, BEGIN, END, table(measure()))

@@ -80,7 +80,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 
 # Of these a default config makes no model: it lacks entries that only published configs have, or a library.
-_UNBUILT = {
+UNBUILT = {
     "CohereCompassForCausalLM",
     "Gemma3nForConditionalGeneration",
     "Gemma4AssistantForCausalLM",
@@ -93,7 +93,7 @@ def causal_classes() -> list[str]:
     """The names of all causal classes of transformers that can be built here."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | UNLISTED_CLASSES) - _UNBUILT)
+    return sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | UNLISTED_CLASSES) - UNBUILT)
 
 
 def tiny_config(name: str) -> Any:
