@@ -34,8 +34,8 @@ MAX_WEIGHTS = 6_000_000
 _SIZES = {
     HIDDEN: "hidden_size d_model n_embd embed_dim emb_dim",
     HIDDEN // 2: "word_embed_proj_dim embedding_size global_head_dim swa_head_dim",
-    80: "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size "
-    "mlp_dim dff block_ff_dim",
+    80: "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size intermediate_size_mlp mlp_dim dff "
+    "dense_intermediate_size block_ff_dim",
     40: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size",
     48: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length max_target_positions n_ctx index_topk",

@@ -32,6 +32,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
         global_head_dim=16, enable_moe_block=True, top_k_experts=2,
     ),
+    **dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), dict(rotary_dim=4)),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
     "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
@@ -45,6 +46,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"] * 2,
     ),
     "MinistralForCausalLM": dict(head_dim=8),
+    "ReformerModelWithLMHead": dict(axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 8], attn_layers=["local", "lsh"]),
     "Mistral4ForCausalLM": dict(
         num_key_value_heads=4, head_dim=None, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=8, beta_fast=32.0,

@@ -168,6 +168,7 @@ class ModulesConfig(
     layer_input_key, layer_input_rows, layer_input_size: of a second table that is looked up by token and has an input
         of every layer, and the elements of one; none: "" and 0.
     shared_keys: that several layers attend with.
+    own_attention: modules compute attention in their own code.
     """
 
     class_name: str
@@ -187,6 +188,7 @@ class ModulesConfig(
     layer_input_rows: int = 0
     layer_input_size: int = 0
     shared_keys: tuple[SharedKeys, ...] = ()
+    own_attention: bool = False
 
     @property
     def layer_inputs_size(self) -> int:

@@ -51,7 +51,8 @@ class TransformersDecoder:
 
     def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
-        self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
+        found = config.modules
+        self._model = LayeredModel(found.text, device, any(config.layer_states), found.own_attention)
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)  # of most layers

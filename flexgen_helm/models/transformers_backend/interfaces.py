@@ -114,9 +114,10 @@ def _attention(
         unknown = [name for name, option in options.items() if not is_plain(option) and name not in _KNOWN]
         if unknown:
             raise UnsupportedArchitectureError(f"{type(module).__name__} passes {unknown[0]} to attention")
-    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
-    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        mask = Mask(is_causal=False)
+    mask = attention_mask
+    if not isinstance(mask, Mask):
+        says_causal = options.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        mask = Mask(is_causal=mask is None and says_causal)
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     latents: _Latents | None = module.__dict__.get("flexgen_helm_latents")

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.empty_model import empty_model
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, Bindings, ExpertsCall
+from flexgen_helm.models.transformers_backend.own_attention import OwnAttention
 
 
 @dataclass
@@ -77,16 +78,19 @@ class LayeredModel:
     first_position: row of the first token in a table of positions. Descendants of RoBERTa do not use those up to the
         padding token's.
     has_states: layers keep states; they are passed a mask.
+    own_attention: modules compute attention in their own code.
     """
 
-    def __init__(self, config_text: str, device: torch.device | str, has_states: bool = False) -> None:
+    def __init__(
+        self, config_text: str, device: torch.device | str, has_states: bool = False, own_attention: bool = False
+    ) -> None:
         """config_text: content of `config.json`.
 
         device: of buffers; 'meta' for a model that only shapes pass.
 
         Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run this way.
         """
-        self.bindings, self.has_states = Bindings(), has_states
+        self.bindings, self.has_states, self.own_attention = Bindings(), has_states, own_attention
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, found = _find_layers(self.model)
         self.layers: list[Any] = list(found)
@@ -171,14 +175,18 @@ class LayeredModel:
         counts = "position_ids" not in parameter_names(self.base)
         if counts:  # it numbers tokens from those that its cache has on
             arguments = {**arguments, "past_key_values": PastOfTokens(positions)}
-        mask = None if positions.device.type == "meta" and not counts else torch.ones_like(positions, dtype=torch.bool)
+        if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):  # as many as positions of a sequence
+            arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
+        without_values = positions.device.type == "meta" and not counts and not self.own_attention
+        mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
         with _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H] or [1, T, S, H]."""
-        out = self.layers[index](hidden, *arguments.positional, **arguments.named)
+        with OwnAttention(self.bindings) if self.own_attention else nullcontext():
+            out = self.layers[index](hidden, *arguments.positional, **arguments.named)
         self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
@@ -344,7 +352,9 @@ class _StandIn(nn.Module):
     def forward(self, *positional: Any, **named: Any) -> Any:
         state = self._state
         if positional:
-            hidden, positional = positional[0], positional[1:]
+            hidden, *others = positional
+            named = {**dict(zip(parameter_names(self._layer)[1:], others)), **named}
+            positional = tuple(others[len(parameter_names(self._layer)) - 1 :])
         else:
             hidden = named.pop("hidden_states")
         if state.result is not None:

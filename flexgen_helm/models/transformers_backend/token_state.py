@@ -2,8 +2,8 @@
 
     hidden states, of every stream | inputs of every layer, from a second table | keys and values used again
 
-Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams. Gemma 3n and Gemma 4 look up an input
-of every layer with the token, and their last layers attend with keys and values of an earlier one.
+Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams. Gemma 3n and Gemma 4
+look up an input of every layer with the token, and their last layers attend with keys and values of an earlier one.
 
 Shapes: T tokens, H hidden size, S streams, L layers, P elements of a layer's input.
 """
