@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
@@ -33,11 +33,11 @@ from flexgen_helm.harnesses.openai_formats import (
     to_requests,
 )
 from flexgen_helm.progress import ProgressPhase, report
-
-if TYPE_CHECKING:
-    from flexgen_helm.report.verification import Recorded
-    from flexgen_helm.service.models import ModelArguments, ModelReader
-    from flexgen_helm.service.service import Service
+from flexgen_helm.report.verification import Recorded, RecordedAnswer
+from flexgen_helm.service import process
+from flexgen_helm.service.loaders import EngineLoader
+from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments
+from flexgen_helm.service.service import Service
 
 _ID = "batch_req_"
 # End of the name of the file that says what `verify` must know.
@@ -95,10 +95,18 @@ def batch(
     name = model or next((line.asked.model for line in parsed if line.asked and line.asked.model), None)
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
-    partial, record_path = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}{_RECORD}")
-    unknown = (_failure(line) for line in parsed)  # no line names a model
-    answerer = _answerer(name, model is not None, engine, created) if name else None
-    answered = answerer.answers(parsed) if answerer else unknown
+    partial = out.with_name(out.name + ".partial")
+    answered = (_failure(line) for line in parsed)  # no line names a model
+    if name is not None:
+        try:
+            arguments = model_arguments(name, engine)
+        except UnknownModelError as error:
+            if model is not None:
+                raise
+            raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
+        reader, service = ModelReader("batch"), Service(EngineLoader())
+        head = {"created": created, "model": name}
+        answered = _answers(parsed, arguments, reader, service, head, None if model else name)
     try:
         with _opened(partial) as output, closing(answered):
             num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
@@ -107,10 +115,8 @@ def batch(
             partial.unlink()
         raise
     partial.replace(out)
-    record = answerer.record() if answerer else {}
-    # One that computed nothing keeps what is said of the machine that did.
-    if record and (record["hardware"] or read_object(record_path).get("fingerprint") != record["fingerprint"]):
-        write_json(record_path, record)
+    if name is not None:
+        _write_record(out, arguments, reader, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
@@ -155,83 +161,57 @@ def _parse(content: bytes) -> Iterator[_Line]:
 # Answering
 
 
-def _answerer(name: str, answers_all: bool, engine: EngineOptions, created: int) -> _Answerer:
-    from flexgen_helm.service.loaders import EngineLoader
-    from flexgen_helm.service.models import ModelReader, model_arguments
-    from flexgen_helm.service.service import Service
-
-    try:
-        model = model_arguments(name, engine)
-    except UnknownModelError as error:
-        if answers_all:
-            raise
-        raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
-    head = {"created": created, "model": name}
-    return _Answerer(model, Service(EngineLoader()), ModelReader("batch"), head, None if answers_all else name)
-
-
-@dataclass(frozen=True)
-class _Answerer:
-    """Answers lines.
+def _answers(
+    parsed: Sequence[_Line],
+    model: ModelArguments,
+    reader: ModelReader,
+    service: Service,
+    head: Json,
+    only: str | None = None,
+) -> Generator[tuple[int, Json]]:
+    """Yield status and body of the response to each line, in order; close the service.
 
     head: what bodies say of the model, and when they were made. only: what lines must name; None for whatever.
     """
 
-    model: ModelArguments
-    service: Service
-    reader: ModelReader
-    head: Json
-    only: str | None = None
-
-    def answers(self, parsed: Sequence[_Line]) -> Generator[tuple[int, Json]]:
-        """Yield status and body of the response to each line, in order; close the service."""
-        from flexgen_helm.service import process
-
-        try:
-            self.reader.encoder(self.model)  # what no line could be answered without
-            self.service.preload(self.model)
-            lines = list(map(self.encoded, parsed))
-            report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
-            with self.service.submit(self.model, [prompt.request for line in lines for prompt in line.prompts]):
-                yield from map(self.response, lines)
-        finally:
-            if not self.service.close():  # in the middle of something: the process ends without it
-                atexit.register(process.close_at_exit, self.service.close)
-
-    def encoded(self, line: _Line) -> _Line:
+    def encoded(line: _Line) -> _Line:
         """Return a line with its prompts encoded, or with why they cannot be."""
         asked = line.asked
         if asked is None:
             return line
         try:
-            if self.only is not None and asked.model != self.only:
+            if only is not None and asked.model != only:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {self.only!a}; a file asks one "
-                    "model, or --model answers all lines", "model", "model_not_found", 404
+                    f"the model is {asked.model!a}, and this file's first line names {only!a}; a file asks one model, "
+                    "or --model answers all lines", "model", "model_not_found", 404
                 )  # fmt: skip
-            chat = self.reader.chat(self.model) if isinstance(asked, AskedChat) else None
-            positions = self.reader.facts(self.model).max_positions
-            prompts = to_requests(asked, self.reader.encoder(self.model), chat, positions, line.custom_id or "")
+            chat = reader.chat(model) if isinstance(asked, AskedChat) else None
+            positions = reader.facts(model).max_positions
+            prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)
 
-    def response(self, line: _Line) -> tuple[int, Json]:
+    def response(line: _Line) -> tuple[int, Json]:
         """Wait for the answers to a line."""
         if line.asked is None:
             return _failure(line)
-        results = [self.service.respond(self.model, prompt.request).result for prompt in line.prompts]
+        results = [service.respond(model, prompt.request).result for prompt in line.prompts]
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
-        tokenizer, head = self.reader.encoder(self.model).tokenizer, {"id": line.identity, **self.head}
-        return 200, to_body(line.asked, line.prompts, results, tokenizer, head)
+        tokenizer = reader.encoder(model).tokenizer
+        return 200, to_body(line.asked, line.prompts, results, tokenizer, {"id": line.identity, **head})
 
-    def record(self) -> Json:
-        """Return what `verify` must know of the answers."""
-        chat = None
-        with suppress(UsageError):  # whose lines failed
-            chat = self.reader.chat(self.model)
-        return self.service.record(self.model, chat)
+    try:
+        reader.encoder(model)  # what no line could be answered without
+        service.preload(model)
+        lines = list(map(encoded, parsed))
+        report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
+        with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
+            yield from map(response, lines)
+    finally:
+        if not service.close():  # in the middle of something: the process ends without it
+            atexit.register(process.close_at_exit, service.close)
 
 
 def _failure(line: _Line) -> tuple[int, Json]:
@@ -239,32 +219,34 @@ def _failure(line: _Line) -> tuple[int, Json]:
     return error_status(line.error), error_body(line.error)
 
 
+def _write_record(out: Path, model: ModelArguments, reader: ModelReader, service: Service) -> None:
+    """Write what `verify` must know of the answers beside them."""
+    chat, path = None, out.with_name(out.name + _RECORD)
+    with suppress(UsageError):  # whose lines failed
+        chat = reader.chat(model)
+    record = service.record(model, chat)
+    # One that computed nothing keeps what is said of the machine that did.
+    if record and (record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]):
+        write_json(path, record)
+
+
 def recorded_lines(out: Path, requests: Path) -> Recorded:
     """Return the answers in an output file; requests: the input file."""
-    from flexgen_helm.report.verification import Recorded
-    from flexgen_helm.service.lone_service import LoneService, RecordedAnswer
-    from flexgen_helm.service.models import ModelReader
-
     lines = {f"{_ID}{line.identity}": line for line in _parse(read_input("--requests", requests))}
     reader = ModelReader("batch")
 
-    def read() -> list[Json]:
-        answers = (parse_json(text, "an answer") for text in out.read_bytes().splitlines())
-        return [answer for answer in answers if answer["response"]["status_code"] == 200]
-
-    def to_answer(answer: Json) -> RecordedAnswer:
+    def recorded(answer: Json) -> RecordedAnswer:
         name, body = f"{out.name}, {answer['custom_id']}", answer["response"]["body"]
         if (line := lines.get(answer["id"])) is None:
-            raise UsageError(f"{requests} is not what {name}, answers; give the same file as when it was made")
+            raise UsageError(f"{requests} is not what {name}, answers; give the file as it was then")
+        head = {"created": body["created"], "model": body["model"]}
+        return RecordedAnswer(name, body, lambda *given: next(_answers([line], given[1], reader, given[0], head))[1])
 
-        def recompute(service: LoneService, model: ModelArguments) -> Json:
-            head = {"created": body["created"], "model": body["model"]}
-            answerer = _Answerer(model, service, reader, head)
-            return answerer.response(answerer.encoded(line))[1]
+    def read() -> list[RecordedAnswer]:
+        answers = (parse_json(text, "an answer") for text in out.read_bytes().splitlines())
+        return [recorded(answer) for answer in answers if answer["response"]["status_code"] == 200]
 
-        return RecordedAnswer(name, body, recompute)
-
-    return Recorded(out, "batch", read_object(out.with_name(f"{out.name}{_RECORD}")), read, to_answer)
+    return Recorded(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)
 
 
 def _write(output: TextIO, line: _Line, status: int, body: Json) -> bool:

@@ -20,7 +20,7 @@ from flexgen_helm.cli.engine_flags import (
 )
 from flexgen_helm.cli.perplexity import MaxWindows, read_text, windows_of
 from flexgen_helm.config import EngineConfig, EngineOptions
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
@@ -36,7 +36,7 @@ def divergence(
     second: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL2]",
+            metavar="MODEL2",
             help="A model with the same vocabulary to compare with the first, instead of precisions.",
             show_default=False,
             autocompletion=complete_model,
@@ -107,21 +107,26 @@ def divergence(
     # Opened one after the other, when they are asked for.
     engines = (Engine.from_config(name, replace(options, limits=limits)) for _, name, options in models)
     found: dict[str, list[Divergence]] = {}
-    with next(engines) as base:
-        if suite is None:
-            windows = [*map(tuple, windows_of(base, content, window or 0, max_windows))]
-            by_entry = {"": ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))}
-        for compared, (label, _, _) in zip(engines, models[1:]):
-            with compared:
-                for entry, prompts in by_entry.items():
-                    pair = Lockstep((base, compared), prompts, by_layer)
-                    pair.run()
-                    _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
-                    scored = ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *pair.values)
-                    divergence = divergence_between(models[0][0], label, scored, pair.layers)
-                    if not as_json:
-                        print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
-                    found.setdefault(entry, []).append(divergence)
+    try:
+        with next(engines) as base:
+            if suite is None:
+                windows = [*map(tuple, windows_of(base, content, window or 0, max_windows))]
+                by_entry = {"": ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))}
+            for compared, (label, _, _) in zip(engines, models[1:]):
+                with compared:
+                    for entry, prompts in by_entry.items():
+                        pair = Lockstep((base, compared), prompts, by_layer)
+                        pair.run()
+                        _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
+                        scored = ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *pair.values)
+                        divergence = divergence_between(models[0][0], label, scored, pair.layers)
+                        if not as_json:
+                            print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
+                        found.setdefault(entry, []).append(divergence)
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{error}; that is for one of the two models, which have half of the limit each"
+        ) from error
     if as_json:
         from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite

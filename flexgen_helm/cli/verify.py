@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flexgen_helm.checkpoint import names
+from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.cli.batch import recorded_lines
 from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import (
@@ -23,13 +25,28 @@ from flexgen_helm.cli.engine_flags import (
 from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.harnesses.plain_transformers import by_transformers
+from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.report.verification import (
+    BundledAnswer,
+    Manifest,
+    Recorded,
+    RecordedAnswer,
+    Source,
+    compare,
+    draw,
+    plain_result,
+    read_bundle,
+    share_above,
+    upper_bound,
+    write_bundle,
+)
+from flexgen_helm.service.loaders import EngineLoader
+from flexgen_helm.service.models import ModelArguments, fetch_model, model_arguments, read_generation
+from flexgen_helm.service.service import KeyedRequest, LoneService, Service, request_key
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.report.verification import BundledAnswer, Manifest, Recorded, Source
-    from flexgen_helm.service.lone_service import LoneService, RecordedAnswer
-    from flexgen_helm.service.models import ModelArguments
 
 # An answer that was computed again, as --json prints it; a tolerance of 0 asks for equal bits.
 Checked = dict[str, Any]
@@ -66,7 +83,7 @@ def verify(
     ] = None,
     bundle: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.tar.zst", help="Write the sample for others to check.", callback=require_folder),
+        typer.Option(metavar="FILE.jsonl.zst", help="Write the sample for others to check.", callback=require_folder),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -76,14 +93,13 @@ def verify(
     log-probabilities within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a
     run was given need not be given again, but for --generation-config and --unverified.
 
-    Of lm-eval FILE is results_….json, with --log_samples.
+    Of lm-eval FILE is results_….json, written with --log_samples.
 
     Example:
-      flexgen-helm verify mine --sample 5% --bundle mine.tar.zst
+      flexgen-helm verify mine --sample 5% --bundle mine.jsonl.zst
       flexgen-helm verify answers.jsonl --requests requests.jsonl
     """
     from flexgen_helm.report.scores import finite, read_finished_runs
-    from flexgen_helm.report.verification import Manifest, draw, read_bundle, upper_bound, write_bundle
 
     check_engine_flags(engine)
     path = Path(suite)
@@ -99,11 +115,6 @@ def verify(
         from flexgen_helm.harnesses.lm_eval import recorded_answers
 
         recorded = [recorded_answers(path)]
-    elif path.suffix == ".jsonl":
-        raise UsageError(
-            f"{path} does not say what was asked; name what flexgen-helm batch answered with --requests, or of lm-eval "
-            "the file results_….json beside it"
-        )
     else:
         manifest, answers = read_bundle(path)
         recorded = _of_bundle(path, manifest, answers)
@@ -111,22 +122,28 @@ def verify(
     is_bundle = manifest is not None
     manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
     models = [_find_model(source, model, engine, is_bundle) for source in sources]
-    checked: list[Checked] = []
-    bundled = []
-    for answer, computed in _check(manifest.sources, models, drawn, reference is not None):
-        checked.append(answer)
-        bundled.append(computed)
-        report(ProgressPhase("verify", "", len(checked), len(drawn), "answer"))
+    answered = []
+    for pair in _check(manifest.sources, models, drawn, reference is not None):
+        answered.append(pair)
+        report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
+    checked, bundled = zip(*answered)
     different = [answer for answer in checked if not answer["equal"]]
     bound = upper_bound(len(different), len(drawn), manifest.population)
     if as_json:
-        known: dict[str, Any] = {"suite": manifest.suite, "population": manifest.population}
-        known |= {"drawn": len(drawn), "different": len(different), "bound": bound, "answers": checked}
-        print_json(finite(known))
+        print_json(
+            finite(
+                {
+                    "suite": manifest.suite,
+                    "population": manifest.population,
+                    "drawn": len(drawn),
+                    "different": len(different),
+                    "bound": bound,
+                    "answers": checked,
+                }
+            )
+        )
     else:
-        every = f"the {manifest.population:,} answers of {_short(manifest.suite)}"
-        every = every if path.is_file() else f"this suite's {manifest.population:,} answers"
-        print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest.population, every)]))
+        print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest)]))
     if different:
         if bundle is not None:
             say(f"{bundle} is not written, because answers differ")
@@ -136,40 +153,36 @@ def verify(
 
 
 def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer]) -> list[Recorded]:
-    from flexgen_helm.report.verification import Recorded, plain_result
-    from flexgen_helm.service.lone_service import RecordedAnswer
-    from flexgen_helm.service.service import KeyedRequest, request_key
-
-    def to_answer(answer: BundledAnswer) -> RecordedAnswer:
-        keyed = [KeyedRequest(request, request_key(request)) for request in answer.requests]
-
-        def recompute(service: LoneService, model: ModelArguments) -> list[Any]:
+    def recorded(answer: BundledAnswer) -> RecordedAnswer:
+        def recompute(service: Service, model: ModelArguments) -> list[Any]:
+            keyed = (KeyedRequest(request, request_key(request)) for request in answer.requests)
             return [plain_result(service.respond(model, request).result) for request in keyed]
 
         return RecordedAnswer(answer.name, answer.results, recompute)
 
-    of_source = [[answer for answer in answers if answer.source == number] for number in range(len(manifest.sources))]
     return [
-        Recorded(path, "verify", vars(source), found.copy, to_answer)
-        for source, found in zip(manifest.sources, of_source)
+        Recorded(path, "verify", vars(source), [recorded(one) for one in answers if one.source == number].copy)
+        for number, source in enumerate(manifest.sources)
     ]
 
 
 def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bundle: bool) -> ModelArguments:
     """Return the model of a run's record, as it was asked for; model: where it is here, None for its name."""
-    from flexgen_helm.checkpoint import names
-    from flexgen_helm.checkpoint.fetch import local_weights
     from flexgen_helm.engine.device import compute_device
-    from flexgen_helm.service.models import model_arguments
 
     name, revision = names.without_digest(source.model), None
     chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
-    given = {"precision": source.precision, "apply_chat_template": chat.get("applied")}
-    given |= {"chat_template_kwargs": chat.get("kwargs") or None}
-    given |= {key: chat.get(key) for key in ("system_prompt", "thinking_budget")}
     device = engine.get("device", "auto")
-    # A GPU refuses the option, and is another kind of processor anyway.
-    given["batch_invariant"] = bool(source.batch_invariant) and device != "sim" and compute_device(device).type == "cpu"
+    options = {
+        "precision": source.precision,
+        "apply_chat_template": chat.get("applied"),
+        "chat_template_kwargs": chat.get("kwargs"),
+        "system_prompt": chat.get("system_prompt"),
+        "thinking_budget": chat.get("thinking_budget"),
+        # A GPU refuses the option, and is another kind of processor anyway.
+        "batch_invariant": bool(source.batch_invariant) and device != "sim" and compute_device(device).type == "cpu",
+        **engine,
+    }
     if model is None:
         resolved = names.resolve(name)
         commit = _COMMIT.fullmatch(source.origin or "")
@@ -182,7 +195,6 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
                 f"the bundle's model {_short(name)} from {_short(source.origin)} is not on this machine by that "
                 "name; fetch it with flexgen-helm fetch, or say with --model where it is"
             )
-    options = {key: value for key, value in {**given, **engine}.items() if value is not None}
     return model_arguments(model or name, options, revision)
 
 
@@ -194,51 +206,44 @@ def _check(
     sources: of the answers' runs; becomes what they were computed with here.
     Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does not compute.
     """
-    from flexgen_helm.harnesses.plain_transformers import by_transformers
-    from flexgen_helm.report.verification import BundledAnswer, plain_result
-    from flexgen_helm.service.loaders import EngineLoader
-    from flexgen_helm.service.lone_service import LoneService
-
     for key in dict.fromkeys(model.engine_key for model in models):
-        of_model = [(number, answer) for number, answer in drawn if models[number].engine_key == key]
         folder = _folder_for_transformers(key) if by_both else None
-        computed = []
+        of_model = {number for number, model in enumerate(models) if model.engine_key == key}
+        services = []
         with EngineLoader().load(key) as engine:
             assert (tokenizer := engine.tokenizer) is not None
-            of_sources = {number: sources[number] for number, _ in of_model}
-            for source in of_sources.values():
-                _require_fingerprint(source, engine, key)
-            for number, answer in of_model:
-                service = LoneService(engine)
-                found = answer.recompute(service, models[number])
-                requests, results = [*zip(*service.answers.values())] or [(), ()]
-                bundled = BundledAnswer(number, answer.name, requests, [*map(plain_result, results)])
-                prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
-                computed.append((number, answer, service, prompt, bundled))
-                if folder is None:
-                    why = _another_kind(of_sources[number], engine)
-                    yield _checked(answer, prompt, found, TOLERANCE if why else 0.0, why), bundled
+            for number in of_model:
+                _require_fingerprint(sources[number], engine, key)
+            for number, answer in drawn:
+                if number in of_model:
+                    service = LoneService(engine)
+                    with silenced():
+                        found = answer.recompute(service, models[number])
+                    requests, results = [*zip(*service.answers.values())] or [(), ()]
+                    bundled = BundledAnswer(number, answer.name, requests, [*map(plain_result, results)])
+                    prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
+                    services.append((number, answer, service, bundled, prompt))
+                    if folder is None:
+                        why = _another_kind(sources[number], engine)
+                        yield _checked(answer, prompt, found, TOLERANCE if why else 0.0, why), bundled
             here = {name: engine.last_run[name] for name in ("fingerprint", "hardware", "versions", "batch_invariant")}
-            sources[:] = [replace(s, **here) if n in of_sources else s for n, s in enumerate(sources)]
+            for number in of_model:
+                sources[number] = replace(sources[number], **here)
         if folder is not None:
-            pairs = [pair for _, _, service, _, _ in computed for pair in service.answers.values()]
+            pairs = [pair for _, _, service, _, _ in services for pair in service.answers.values()]
             scored = by_transformers(folder, tokenizer.eos_ids, pairs, TRANSFORMERS_TOLERANCE)
-            for number, answer, service, prompt, bundled in computed:
-                said = ""
-                for name, (request, _) in service.answers.items():
-                    result, contradiction = next(scored)
-                    service.answers[name] = request, result
-                    said = said or contradiction
+            for number, answer, service, bundled, prompt in services:
+                said = {"": ""}
+                for name in service.answers:
+                    service.answers[name], said[name] = next(scored)
                 found = answer.recompute(service, models[number])
                 why = "by transformers in float32"
-                yield _checked(answer, prompt, found, TRANSFORMERS_TOLERANCE, why, said), bundled
+                yield _checked(answer, prompt, found, TRANSFORMERS_TOLERANCE, why, max(said.values())), bundled
 
 
 def _checked(
     answer: RecordedAnswer, prompt: str, computed: Any, tolerance: float, why: str, contradiction: str = ""
 ) -> Checked:
-    from flexgen_helm.report.verification import compare
-
     differences, largest = compare(answer.recorded, computed, tolerance, answer.has_sums)
     differences += [("draw", "the most probable token", contradiction)] if contradiction else []
     return {
@@ -247,8 +252,6 @@ def _checked(
         "equal": not differences,
         "differences": differences,
         "largest_difference": largest,
-        "recorded": answer.recorded,
-        "computed": computed,
         "tolerance": tolerance,
         "why": why,
     }
@@ -263,7 +266,7 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
     if recorded != fingerprint_elsewhere(model.path, model.config, device, dtype, bits):
         raise UsageError(
-            f"{_short(source.model)} in {source.precision} has the fingerprint {str(recorded)[:12]!r} in the record "
+            f"{_short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in the record "
             f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "
             f"version than {_short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
         )
@@ -275,9 +278,8 @@ def _another_kind(source: Source, engine: Engine) -> str:
         return "the run had no --batch-invariant, so its bits may follow its batches"
     if source.batch_invariant != engine.last_run["batch_invariant"]:
         return "another kind of processor, or another release of flexgen-helm"
-    there, here = (
-        {**(found["hardware"] or {}), **(found["versions"] or {})} for found in (vars(source), engine.last_run)
-    )
+    there = {**(source.hardware or {}), **(source.versions or {})}
+    here = {**engine.last_run["hardware"], **engine.last_run["versions"]}
     for key in _KIND:
         old, new = there.get(key), here[key]
         if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
@@ -289,11 +291,7 @@ def _another_kind(source: Source, engine: Engine) -> str:
 
 def _folder_for_transformers(model: ModelArguments) -> Path:
     """Return the folder of a model. Raises `UsageError` for one that `transformers` does not compute."""
-    from flexgen_helm.checkpoint.fetch import fetch
-    from flexgen_helm.service.models import read_generation
-
-    path = fetch(model.path, model.revision)
-    folder = path.parent if path.suffix == ".safetensors" else path
+    folder = fetch_model(model)
     for reason, is_so in (
         (f"{model.config.precision} is another model", model.config.precision != "fp16"),
         ("it reads folders of safetensors", not folder.is_dir()),
@@ -321,17 +319,14 @@ def _short(value: object) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-def _sentence(checked: Sequence[Checked], bound: float, population: int, every: str) -> str:
-    """Return what a sample says; every: names all answers that it was drawn from."""
-    from flexgen_helm.report.verification import share_above
-
-    parts = []
+def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest) -> str:
+    parts, every = [], f"the {manifest.population:,} answers of {_short(manifest.suite)}"
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
         way = f"within {alike[0]['tolerance']:g} ({why}; the largest difference is {largest:.2g})"
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
-    if len(checked) == population:
+    if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
     return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -214,10 +213,6 @@ class Lockstep:
             self._meet((stage, checksum(batch)), hidden, compare)
 
     def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        self._meet(tokens, logits, partial(self._compare_logits, tokens, logits))
-
-    def _compare_logits(self, tokens: Sequence[PromptToken], logits: Tensor, base: Tensor) -> None:
-        """Compare the rows [tokens, V] that predict tokens; base: the first model's, whose V may be another."""
         prompts = self._prompts
         found = [
             (row, int(self._first[prompt]) + compared.index(token.index), prompts.token_ids[prompt][token.index])
@@ -226,15 +221,19 @@ class Lockstep:
             if token.index in (compared := prompts.compared[prompt])
         ]
         step = max(1, _COMPARED_ELEMENTS // logits.shape[1])
-        for first in range(0, len(found), step):
-            rows, numbers, targets = map(list, zip(*found[first : first + step]))
-            pair = base[rows], logits[rows]
-            same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
-            p, q = (torch.log_softmax(both.double(), -1) for both in pair)
-            at, width = torch.tensor(targets, device=p.device)[:, None], min(p.shape[1], q.shape[1])
-            kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
-            columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
-            self.values[:, numbers] = torch.stack(columns).cpu().numpy()
+
+        def compare(base: Tensor) -> None:
+            for first in range(0, len(found), step):
+                rows, numbers, targets = map(list, zip(*found[first : first + step]))
+                pair = base[rows], logits[rows]
+                same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
+                p, q = (torch.log_softmax(both.double(), -1) for both in pair)
+                at, width = torch.tensor(targets, device=p.device)[:, None], min(p.shape[1], q.shape[1])
+                kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
+                columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
+                self.values[:, numbers] = torch.stack(columns).cpu().numpy()
+
+        self._meet(tokens, logits, compare)
 
 
 def kl_divergence(baseline: Tensor, compared: Tensor) -> Tensor:

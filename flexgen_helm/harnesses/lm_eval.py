@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,11 +36,10 @@ from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import question, read_object
-from flexgen_helm.report.verification import Recorded
+from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.lone_service import LoneService, RecordedAnswer
 from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.tokenizer.thinking import END
@@ -175,6 +174,7 @@ class FlexgenLM(TemplateLM):
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        _service: Service | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__()
@@ -207,21 +207,11 @@ class FlexgenLM(TemplateLM):
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
-        self._arguments = {
-            "max_length": max_length,
-            "max_gen_toks": max_gen_toks,
-            "prefix_token_id": prefix_token_id,
-            "add_bos_token": add_bos_token,
-            "think_end_token": think_end_token,
-        }
-        self._service = self._start()
-
-    def _start(self) -> Service:
-        service = Service(EngineLoader())
-        atexit.register(process.close_at_exit, service.close)
-        process.interrupt_on_signals(service.interrupt)
-        service.preload(self._model)
-        return service
+        self._service = _service or Service(EngineLoader())
+        if _service is None:
+            atexit.register(process.close_at_exit, self._service.close)
+            process.interrupt_on_signals(self._service.interrupt)
+            self._service.preload(self._model)
 
     def close(self) -> None:
         """Free the model. Answers are stored by then."""
@@ -260,9 +250,8 @@ class FlexgenLM(TemplateLM):
         import torch
 
         record = self._service.record(self._model, self._chat)
-        run = {**record, "arguments": self._arguments, "seed": torch.initial_seed()}
-        precision = self._model.config.precision
-        return {"precision": precision, "fingerprint": record.get("fingerprint"), "flexgen_run": run}
+        known = {"precision": self._model.config.precision, "fingerprint": record.get("fingerprint")}
+        return {**known, "flexgen_run": {**record, "seed": torch.initial_seed()}}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the checkpoint's template. Raises `UsageError` where it has none, and for the name of another one."""
@@ -436,71 +425,54 @@ class FlexgenLM(TemplateLM):
         return results
 
 
-class _Recomputed(FlexgenLM):
-    """A model whose requests others compute."""
-
-    def _start(self) -> Service:
-        return LoneService()
-
-
 def recorded_answers(results: Path) -> Recorded:
     """Return the documents that the harness has written beside its results, with the answers to their requests.
 
     A document is there once for each filter of its task; what filters and metrics make of answers is not looked at.
     """
     content = read_object(results)
-    record = (content.get("config") or {}).get("flexgen_run") or {}
-    models: list[_Recomputed] = []
+    config = content.get("config", {})
+    record = config.get("flexgen_run", {})
+    models: list[FlexgenLM] = []
+    made: dict[str, dict[Any, int]] = defaultdict(dict)
 
-    def read() -> list[tuple[str, Any, list[int]]]:
-        """Return tasks, lines, and how often a request of the line was made before."""
-        items, before = [], Counter[str]()
-        for task in content["configs"]:
-            path = results.with_name(f"samples_{task}_{results.stem.rpartition('_')[2]}.jsonl")
-            if not path.is_file():
-                raise UsageError(f"{path.name} is not beside {results}; run flexgen-helm lm-eval with --log_samples")
-            seen: dict[str, Counter[str]] = {}
-            for line in map(json.loads, path.read_text("utf-8").splitlines()):
-                counts = seen.setdefault(line["filter"], before.copy())
-                repeated = []
-                for arguments, answers in zip(line["arguments"].values(), line["resps"], strict=True):
-                    identity = json.dumps(arguments, sort_keys=True)
-                    repeated.append(counts[identity])
-                    counts[identity] += len(answers)
-                items.append((task, line, repeated))
-            before = next(iter(seen.values()), before)
-        return items
-
-    def to_answer(item: tuple[str, Any, list[int]]) -> RecordedAnswer:
-        task, line, repeated = item
+    def recorded(task: str, line: Any) -> RecordedAnswer:
         requests = [tuple(arguments.values()) for arguments in line["arguments"].values()]
-        kind = "loglikelihood_rolling" if len(requests[0]) == 1 else "loglikelihood"
-        kind = "generate_until" if isinstance(requests[0][-1], dict) else kind
+        is_text, kind = isinstance(requests[0][-1], dict), "loglikelihood"
+        kind = "generate_until" if is_text else kind if len(requests[0]) > 1 else f"{kind}_rolling"
+        # How often a request was made for other documents: its draws are behind theirs.
+        counts = []
+        for request, answers in zip(requests, line["resps"], strict=True):
+            documents = made[json.dumps(request, sort_keys=True)]
+            counts.append(documents.setdefault((task, line["doc_id"]), len(documents) * len(answers)))
 
-        def recompute(service: LoneService, model: ModelArguments) -> list[Any]:
+        def recompute(service: Service, model: ModelArguments) -> list[Any]:
             import torch
 
             if not models:
-                names = ("precision", "chat_template_kwargs", "thinking_budget", "generation_config")
-                options = {name: model.options[name] for name in names if name in model.options}
-                models.append(_Recomputed(model.path, model.revision, **record["arguments"], **options))
+                here = {"pretrained": model.path, "revision": model.revision, "_service": service}
+                models.append(FlexgenLM(**{**config["model_args"], **here}))
+            models[0]._service = service
             torch.manual_seed(record["seed"])
-            models[0]._service, found = service, []
-            for request, answers, count in zip(requests, line["resps"], repeated):
-                made = Instance(kind, line["doc"], request, 0, (task, line["doc_id"], 1))  # type: ignore[arg-type]
-                found.append(getattr(models[0], kind)([made] * (count + len(answers)))[count:])
-            return found
+            compute = getattr(models[0], kind)
+            of = (task, line["doc_id"], 1)
+            instances = [Instance(kind, line["doc"], request, 0, of) for request in requests]  # type: ignore[arg-type]
+            return [
+                compute([instance] * (count + len(answers)))[count:]
+                for instance, answers, count in zip(instances, line["resps"], counts)
+            ]
 
-        recorded = [[answer if kind == "generate_until" else _number(answer) for answer in of] for of in line["resps"]]
-        name = f"{task}, document {line['doc_id']}"
-        return RecordedAnswer(name, recorded, recompute, has_sums=kind != "generate_until")
+        values = line["resps"]
+        if not is_text:  # the harness writes numbers, true and false as texts
+            values = json.loads(json.dumps(values).replace('"', "").lower())
+        return RecordedAnswer(f"{task}, document {line['doc_id']}", values, recompute, has_sums=not is_text)
 
-    return Recorded(results, "lm-eval", record, read, to_answer)
+    def read() -> list[RecordedAnswer]:
+        end = f"{results.stem.rpartition('_')[2]}.jsonl"
+        files = {task: results.with_name(f"samples_{task}_{end}").read_bytes() for task in content["configs"]}
+        return [recorded(task, json.loads(line)) for task, lines in files.items() for line in lines.splitlines()]
 
-
-def _number(answer: str | list[str]) -> float | list[Any]:
-    """Return a score that the harness has written as texts."""
-    return float(answer) if isinstance(answer, str) else [float(answer[0]), answer[1] == "True"]
+    return Recorded(results, "lm-eval --log_samples", record, read)
 
 
 def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:

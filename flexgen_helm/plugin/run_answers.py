@@ -29,10 +29,9 @@ from flexgen_helm.plugin.convert import (
 )
 from flexgen_helm.report.answers import STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores
-from flexgen_helm.report.verification import Recorded
+from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
-from flexgen_helm.service.lone_service import RecordedAnswer
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
 from flexgen_helm.service.service import Service
 
@@ -117,18 +116,13 @@ def _scored_tokens(
 def recorded_run(run: RunScores) -> Recorded:
     """Return the answers of a finished run."""
     assert run.folder is not None
-    path = run.folder / STATE_FILE
+    path, models = run.folder / STATE_FILE, get_context().models
+    # Prompts of a run go through the template, or the record says nothing of one.
+    kind = PlainTextRequest if run.run.get("chat_template") is None else Request
 
-    def read() -> list[dict[str, Any]]:
-        states = json.loads(path.read_bytes())["request_states"]
-        return [state for state in states if state["result"]["success"]]
-
-    def to_answer(state: Mapping[str, Any]) -> RecordedAnswer:
-        # Prompts of a run go through the template, or the record says nothing of one.
-        kind = PlainTextRequest if run.run.get("chat_template") is None else Request
-        request, models = _to_request(state["request"], kind), get_context().models
-
+    def recorded(state: Mapping[str, Any]) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
+            request = _to_request(state["request"], kind)
             asked = to_helm_request(request, model, models)
             result = service.respond(model, asked).result
             found = to_request_result(request, asked, result, True, models.encoder(model))
@@ -137,17 +131,13 @@ def recorded_run(run: RunScores) -> Recorded:
         outputs = [_shown(output) for output in state["result"]["completions"]]
         return RecordedAnswer(f"{run.name}, instance {state['instance']['id']}", outputs, recompute)
 
-    return Recorded(path, "run", run.run, read, to_answer)
+    def read() -> list[RecordedAnswer]:
+        states = json.loads(path.read_bytes())["request_states"]
+        return [recorded(state) for state in states if state["result"]["success"]]
+
+    return Recorded(path, "run", run.run, read)
 
 
 def _shown(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared of a completion; its sum, which HELM's metrics read, by what it is not its tokens'."""
-    tokens, thinking = output["tokens"], output.get("thinking")
-    return {
-        "text": output["text"],
-        "thinking": thinking and thinking["text"],
-        "end": output["finish_reason"]["reason"],
-        "tokens": [token["text"] for token in tokens],
-        "logprobs": [token["logprob"] for token in tokens],
-        "rest_of_sum": output["logprob"] - sum(token["logprob"] for token in tokens),
-    }
+    """Return a completion; in place of the sum, which HELM's metrics read, what is not its tokens' sum."""
+    return {**output, "logprob": output["logprob"] - sum(token["logprob"] for token in output["tokens"])}

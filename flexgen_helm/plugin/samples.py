@@ -20,10 +20,10 @@ _STEP = 1.1
 LOOKS = [2.0**-halvings for halvings in range(5, -1, -1)]
 # A block may be so many times as large as the last one that was measured.
 _GROWTH = 8
-# A block begins where so many times its predicted seconds are left.
+# A block begins if so many times its predicted seconds are left, and more after a small one: answers differ in length.
 _CAUTION = 1.25
 # Least seconds of a further request, of the mean ones of the last block: two measured blocks say little of more.
-_LEAST_SLOPE = 0.1
+_LEAST_SLOPE = 0.3
 
 
 def joining_shares(entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED) -> dict[str, float]:
@@ -87,11 +87,13 @@ def largest_block(work: Sequence[int], measured: Sequence[tuple[int, float]], le
         return 0
     requests, seconds = measured[-1]
     slope = seconds / requests
-    if len(measured) > 1 and (more := requests - measured[-2][0]):  # a block has seconds of its own besides: weights
+    # A block has seconds beside those of requests, for reading weights; the first one has more, for what is compiled.
+    if len(measured) > 2 and (more := requests - measured[-2][0]):
         slope = min(slope, max((seconds - measured[-2][1]) / more, _LEAST_SLOPE * slope))
+    caution = _CAUTION + requests**-0.5
     fits = [
         index
         for index, asked in enumerate(work)
-        if asked <= max(_GROWTH * requests, work[0]) and _CAUTION * (seconds + slope * (asked - requests)) <= left_s
+        if asked <= max(_GROWTH * requests, work[0]) and caution * (seconds + slope * (asked - requests)) <= left_s
     ]
     return max(fits, default=None)

@@ -193,6 +193,7 @@ class Suite:
         self._blocks: dict[str, list[SubmittedBlock]] = {}
         self._joining: dict[str, dict[str, float]] = {}  # run -> `joining_shares`
         self._share = 1.0  # of the sample that is scored
+        self._baseline = ""  # of the comparison that ends the suite
         self._look: float | None = None  # by how much it grew since the last look
         self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
         self._kept_blocks: dict[str, dict[str, Any]] = {}  # the same, with those of this call
@@ -260,13 +261,15 @@ class Suite:
             deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
         if runner.skip_completed_runs:
             report_other_settings(runner, run_specs)
-        if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
+        if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url or not run_specs:
             return
+        models = [model for spec in run_specs if (model := helm_patches.model_of(spec.adapter_spec)) is not None]
+        self._baseline = _baseline(models) if self.margin is not None else ""
         started = time.monotonic()
         self._left_blocks = read_object(Path(runner.runs_path) / BLOCKS_FILE)
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        if self.until is None:
+        if self.until is None or not submissions:
             load_s = self._compute(submissions)
         else:  # the second pass takes about as long as the first one
             load_s = self._compute_sample(submissions, self.until - (collected - started), second_pass)
@@ -305,7 +308,6 @@ class Suite:
         for name, asked in submissions.items():
             self._joining[name] = joining_shares(entry_of(name), asked.instances)
         load_s, self._share, is_decided = 0.0, 0.0, False
-        baseline = "" if self.margin is None else _baseline([asked.model for asked in submissions.values()])
 
         def compute(joined: float, share: float) -> float | None:
             nonlocal load_s, is_decided
@@ -318,7 +320,7 @@ class Suite:
             self._share = share
             if self.margin is not None:
                 self._look = share - joined
-                is_decided = share < 1 and self._is_decided(second_pass, baseline, self.margin)
+                is_decided = share < 1 and self._is_decided(second_pass, self.margin)
             return seconds if is_measured else None
 
         requests = [self._joining[name][key] for name, asked in submissions.items() for key, _ in asked.instances]
@@ -333,13 +335,13 @@ class Suite:
             )
         return load_s
 
-    def _is_decided(self, second_pass: Callable[[], None], baseline: str, margin: float) -> bool:
+    def _is_decided(self, second_pass: Callable[[], None], margin: float) -> bool:
         """Score the sample, and return whether all its pairs are decided."""
         decisions = set()
         with suppress(RunnerError):  # the last pass reports it, and a pair may lack it
             second_pass()
         with suppress(UsageError):
-            models = compare_suite(self._folders[0].parent, baseline, margin)
+            models = compare_suite(self._folders[0].parent, self._baseline, margin)
             pairs = [one for model in models for precision in model.verdicts for one in model.judged(precision)]
             decisions = {pair.equivalence.decision for pair in pairs if pair.equivalence is not None}
         for done in (self._tried, self.executed, self.finished, self.failures):

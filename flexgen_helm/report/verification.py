@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
@@ -22,8 +19,7 @@ from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import decode_result, encode_result
 
 CONFIDENCE = 0.95
-_MANIFEST, _LINES = "manifest.json", "answers.jsonl"
-_LIMITS = {_MANIFEST: 1 << 20, _LINES: 1 << 28}
+_LIMIT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -41,28 +37,38 @@ class Source:
     batch_invariant: list[str] | None = None
 
 
-@dataclass(frozen=True)
-class Recorded:
+class RecordedAnswer(NamedTuple):
+    """An answer in a file, of one request or several.
+
+    recorded: what is compared, as values of JSON. has_sums: its numbers are sums of log-probabilities.
+    recompute: returns the same as a service answers for a model, which it is given.
+    """
+
+    name: str
+    recorded: Any
+    recompute: Callable[..., Any]
+    has_sums: bool = False
+
+
+class Recorded(NamedTuple):
     """Answers that some may be drawn from.
 
     path: the file that has them. command: what wrote it. record: what it says of the run.
-    read: returns an item for each answer. to_answer: makes an answer of an item, in whatever form the caller wants.
     """
 
     path: Path
     command: str
     record: Mapping[str, Any]
-    read: Callable[[], Sequence[Any]]
-    to_answer: Callable[[Any], Any]
+    read: Callable[[], Sequence[RecordedAnswer]]
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Raise `UsageError` where the file is damaged."""
+    def answers(self) -> Sequence[RecordedAnswer]:
+        """Raises `UsageError` where the file is damaged."""
         try:
-            yield
+            return self.read()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = " ".join(str(error).split())[:200]
-            raise UsageError(f"{self.path} cannot be read ({why}); make the run again") from None
+            again = f"make it again with flexgen-helm {self.command}"
+            raise UsageError(f"{self.path} cannot be read ({why}); {again}") from None
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class BundledAnswer:
 class Manifest:
     """What a sample was drawn from.
 
-    population: answers of the suite or file. sha256: of a bundle's lines.
+    population: answers of the suite or file.
     """
 
     suite: str
@@ -90,39 +96,36 @@ class Manifest:
     seed: int
     sources: list[Source]
     format: Literal[1] = 1
-    sha256: str = ""
 
 
 def draw(
     recorded: Sequence[Recorded], sample: str | None, seed: int
-) -> tuple[list[Source], list[tuple[int, Any]], int]:
+) -> tuple[list[Source], list[tuple[int, RecordedAnswer]], int]:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
     Returns the runs of which some were drawn; their index with each answer, in order; and of how many they were drawn.
     Raises `UsageError` for a file that is damaged or has no record of its run, and where nothing was answered.
     """
-    counts = []
-    for part in recorded:
-        with part.reading():
-            counts.append(len(part.read()))
-    if not (population := sum(counts)):
+    import numpy as np
+
+    answers = [(part, answer) for part in recorded for answer in part.answers()]
+    if not answers:
         raise UsageError("there is no answer of a flexgen model to check; make the run to its end first")
-    numbers = np.random.default_rng(seed).choice(population, sample_size(sample, population), replace=False)
+    numbers = np.random.default_rng(seed).choice(len(answers), sample_size(sample, len(answers)), replace=False)
     sources: list[Source] = []
-    drawn = []
-    for part, end, length in zip(recorded, np.cumsum(counts), counts):
-        if len(of_part := np.sort(numbers[(numbers >= end - length) & (numbers < end)])):
-            known = {field.name: part.record.get(field.name) for field in fields(Source)}
-            if not known["fingerprint"]:
+    drawn, last = [], None
+    for part, answer in (answers[number] for number in np.sort(numbers)):
+        if part is not last:
+            last, known = part, {field.name: part.record.get(field.name) for field in fields(Source)}
+            try:
+                sources.append(TypeAdapter(Source).validate_python(known))
+            except ValueError:
                 raise UsageError(
                     f"{part.path} has no record of the model that answered; make it again with flexgen-helm "
                     f"{part.command}, which computes only what is not stored"
-                )
-            with part.reading():
-                items = part.read()
-                drawn += [(len(sources), part.to_answer(items[number])) for number in of_part - end + length]
-                sources.append(TypeAdapter(Source).validate_python(known))
-    return sources, drawn, population
+                ) from None
+        drawn.append((len(sources) - 1, answer))
+    return sources, drawn, len(answers)
 
 
 def compare(
@@ -133,25 +136,29 @@ def compare(
     has_sums: differences are parts of the recorded number where that is above 1.
     """
     differences, largest = [], 0.0
-    for where, old, new in _unequal(recorded, computed, ""):
-        difference = math.nan
+    before, after = dict(_leaves(recorded)), dict(_leaves(computed))
+    for where in before | after:
+        old, new, difference = before.get(where), after.get(where), math.nan
+        if old == new:
+            continue
         if isinstance(old, float) and isinstance(new, float):
             difference = abs(old - new) / (max(1.0, abs(old)) if has_sums else 1.0)
         largest = max(largest, difference)
         if not difference <= tolerance:
-            differences.append((where, old, new))
+            differences.append((where.removeprefix("."), old, new))
     return differences, largest
 
 
-def _unequal(recorded: Any, computed: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(recorded, dict) and isinstance(computed, dict):
-        for key in dict.fromkeys([*recorded, *computed]):
-            yield from _unequal(recorded.get(key), computed.get(key), f"{where}.{key}")
-    elif isinstance(recorded, list) and isinstance(computed, list | tuple) and len(recorded) == len(computed):
-        for index, (old, new) in enumerate(zip(recorded, computed)):
-            yield from _unequal(old, new, f"{where}[{index}]")
-    elif recorded != computed:
-        yield where.removeprefix("."), recorded, computed
+def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield where in a value of JSON something is that has no parts, and what; an empty list is such."""
+    if isinstance(value, list | tuple) and value:
+        for index, part in enumerate(value):
+            yield from _leaves(part, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, f"{where}.{key}")
+    else:
+        yield where, value
 
 
 def plain_result(result: GenerationResult) -> Any:
@@ -184,45 +191,36 @@ def share_above(share: float) -> str:
     return f"{Context(2, ROUND_CEILING).create_decimal(100 * share):f} %"
 
 
-# Bundles: a tar file with two members, compressed by Zstandard.
+# Bundles: lines of JSON, the manifest first, compressed by Zstandard.
 
 
 def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[BundledAnswer]) -> None:
     """Write a bundle. Raises `FlexgenError` for one that would be too large to read."""
     import zstandard
 
-    lines = "".join(json.dumps(answer, default=vars, allow_nan=False) + "\n" for answer in drawn).encode()
-    manifest = replace(manifest, sha256=hashlib.sha256(lines).hexdigest())
-    packed = b""
-    for name, data in ((_MANIFEST, json.dumps(asdict(manifest), indent=2).encode()), (_LINES, lines)):
-        if len(data) > _LIMITS[name]:
-            raise FlexgenError(f"{name} would have {size(len(data))}, and a bundle's has {size(_LIMITS[name])} at most")
-        packed += _header(name, len(data)) + data + bytes(-len(data) % 512)
+    lines = (json.dumps(record, default=vars, allow_nan=False) for record in (manifest, *drawn))
+    content = "\n".join(lines).encode()
+    if len(content) > _LIMIT:
+        raise FlexgenError(f"{path} would have {size(len(content))}, and a bundle has {size(_LIMIT)} at most")
     with naming(path):
-        path.write_bytes(zstandard.compress(packed + bytes(1024)))
-
-
-def _header(name: str, length: int) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size = length
-    return member.tobuf(tarfile.USTAR_FORMAT)
+        path.write_bytes(zstandard.compress(content))
 
 
 def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
     """Return the manifest and the answers of a bundle. Raises `UsageError` for what `write_bundle` does not write.
 
-    Nothing is unpacked to the disk, and no more is decompressed than a bundle may have.
+    Nothing is written to the disk, and no more is decompressed than a bundle may have.
     """
     import zstandard
 
     try:
         with path.open("rb") as file:
-            reader = zstandard.ZstdDecompressor().stream_reader(file)
-            content, lines = (_read_member(reader, name) for name in _LIMITS)
-            if reader.read(1025) != bytes(1024):
-                raise ValueError("it goes on behind its two members")
-        manifest = TypeAdapter(Manifest).validate_json(content, strict=True)
-        drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines.splitlines()]
+            content = zstandard.ZstdDecompressor().stream_reader(file).read(_LIMIT + 1)
+        if len(content) > _LIMIT:
+            raise ValueError(f"it has more than {size(_LIMIT)}")
+        first, *lines = content.split(b"\n")
+        manifest = TypeAdapter(Manifest).validate_json(first, strict=True)
+        drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines]
         for answer in drawn:
             for request in answer.requests:
                 request.validate()
@@ -230,23 +228,11 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
                 decode_result(json.dumps(result))
             is_known = 0 <= answer.source < len(manifest.sources)
             if not is_known or not 0 < len(answer.requests) == len(answer.results) or manifest.population < len(drawn):
-                raise ValueError(f"{answer.name[:60]!r} contradicts itself or {_MANIFEST}")
-        if hashlib.sha256(lines).hexdigest() != manifest.sha256 or not drawn:
-            raise ValueError(f"the SHA-256 of {_LINES} is not that of {_MANIFEST}")
+                raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
         return manifest, drawn
     except (OSError, ValueError, RequestError, zstandard.ZstdError) as error:
         why = " ".join(str(error).split())[:300]
-        raise UsageError(f"{path} is no bundle as verify writes it: {why or type(error).__name__}") from None
-
-
-def _read_member(reader: Any, name: str) -> bytes:
-    header = reader.read(512)
-    length = int(header[124:135] or b"0", 8)
-    if header != _header(name, length):
-        raise ValueError(f"where {name} should be, a regular file, it has {header[:100].rstrip(bytes(1))!r}")
-    if length > _LIMITS[name]:
-        raise ValueError(f"{name} has {size(length)}, and {size(_LIMITS[name])} are read at most")
-    content: bytes = reader.read(length + -length % 512)
-    if len(content) < length:
-        raise ValueError(f"{name} ends after {size(len(content))} of {size(length)}")
-    return content[:length]
+        raise UsageError(
+            f"{path} is no bundle as verify writes it: {why or type(error).__name__}; answers of flexgen-helm batch "
+            "need --requests, and of lm-eval the file is results_….json"
+        ) from None

@@ -87,7 +87,7 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     if resolved.entry is not None:
         config = resolved.entry.config
     else:
-        path = _fetch(model)
+        path = fetch_model(model)
         if path.is_dir():
             config = read_config(path)[1]
         else:
@@ -108,16 +108,16 @@ def load_tokenizer(model: ModelArguments) -> Tokenizer | None:
     """Load the model's tokenizer, without its weights; None if it has none."""
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-    return Tokenizer.from_path(_fetch(model))
+    return Tokenizer.from_path(fetch_model(model))
 
 
 def read_generation(model: ModelArguments) -> GenerationSettings:
     """Read what the model's folder says of every answer."""
-    path = _fetch(model)
+    path = fetch_model(model)
     return read_generation_settings(path if path.is_dir() else None, model.config.generation_config)
 
 
-def _fetch(model: ModelArguments) -> Path:
+def fetch_model(model: ModelArguments) -> Path:
     """Return the model's folder or .gguf file on this machine; fetch it first if needed."""
     path = fetch(model.path, model.revision)
     return path.parent if path.suffix == ".safetensors" else path

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
-from flexgen_helm.errors import Interrupted
+from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.report.throughput import versions
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
@@ -276,7 +275,6 @@ class Service:
             "model": model.name,
             "precision": model.config.precision,
             "fingerprint": loaded.fingerprint,
-            "versions": versions(),
             "chat_template": chat and chat.as_json(),
         }
 
@@ -493,3 +491,28 @@ class Service:
                 else:
                     job.future.set_exception(error)
                     self._forget(job)
+
+
+class LoneService(Service):
+    """Computes each request alone, in the caller's thread and without the response cache, and keeps what was asked.
+
+    answers: requests and results by key; what is there is not computed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(EngineLoader())
+        self._lone_engine = engine
+        self.interrupt()  # nothing is preloaded
+        self.answers: dict[str, tuple[GenerationRequest, GenerationResult]] = {}
+
+    def _enqueue(self, *block: object, **settings: object) -> list[Job]:
+        return []
+
+    def respond(self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True) -> Response:
+        """Raises `UsageError` for a request that fails."""
+        if request.key not in self.answers:
+            (result,) = self._lone_engine.run([request.request])
+            if result.error is not None:
+                raise UsageError(f"an answer cannot be computed by {model.path}: {result.error}")
+            self.answers[request.key] = request.request, result
+        return Response(self.answers[request.key][1], is_cached=False)

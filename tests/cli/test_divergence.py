@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -70,6 +71,8 @@ def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monke
     shown = capsys.readouterr()
     assert "silent: no answer has a token to compare, so it is left out" in shown.err
     assert shown.out.startswith("answered: 4bit against fp16: 4 tokens in 2 instances") and "silent" not in shown.out
+    assert cli.main(["divergence", "small", str(tiny("qwen2").path), *argv[2:]]) == 0
+    assert f"answered: {tiny('qwen2').path} against small: 4 tokens in 2 instances" in capsys.readouterr().out
     compared["answered"] = compared["silent"]
     assert cli.main(argv) == 2 and "no answer of small in " in capsys.readouterr().err
 
@@ -127,3 +130,19 @@ def test_compare_shows_the_divergence_of_two_models(tiny, tmp_path, monkeypatch,
     argv = ["compare", "--suite", "s", "-o", str(tmp_path), "--baseline", "first", "--divergence"]
     assert cli.main([*argv, str(tmp_path / "kl.json")]) == 0
     assert f"{found['kl']['mean']:.5f}" in capsys.readouterr().out
+
+
+def test_the_room_that_is_missing_is_what_both_need(tiny, tmp_path, capsys):
+    argv, limit = command(tiny("llama"), tmp_path, "--offload-dir", str(tmp_path / "o"), "--cpu-memory"), 60_000
+    advised = r"runs with .*\(([\d,]+) bytes\) or more|\(([\d,]+) bytes\) more"
+    for _ in range(3):
+        if not cli.main([*argv, f"{limit}B"]):
+            return
+        said = " ".join(capsys.readouterr().err.split())
+        found = re.search(advised, said)
+        assert found is not None and "that is for one of the two models, which have half of the limit each" in said, (
+            said
+        )
+        in_all, more = (int((text or "0").replace(",", "")) for text in found.groups())
+        limit = 2 * in_all or limit + 2 * more
+    raise AssertionError("the advice does not help")

@@ -129,6 +129,25 @@ def test_a_suite_ends_when_its_pairs_are_decided(tmp_path):
     assert {record["look"] for record in records(place)} == {None}
 
 
+def test_two_models_are_a_pair_as_well(tmp_path):
+    place = Place(tmp_path)
+    entries = ["-r", *(f"simple_mcqa:model=flexgen/{name}" for name in ("opt-125m", "opt-350m"))]
+    process = place.start("suite", *entries, "-m", "60", "--suite", "s", "--until-decided", "--margin", "20")
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, output
+    assert [record["sample"]["instances"] for record in records(place)] == [30, 30]
+
+
+def test_completed_runs_and_no_runs_have_no_blocks(tmp_path):
+    place = Place(tmp_path)
+    place.run("suite", *PRECISIONS)
+    place.events()
+    said = place.run("suite", *PRECISIONS, "--until-decided", "--hours", "1", "--skip-completed-runs")
+    assert "4 runs in " in said
+    place.run("suite", "--hours", "1", "--models-to-run", "flexgen/gpt2")
+    assert place.events()["answer"] == 0
+
+
 def test_one_model_in_one_precision_has_no_pair(tmp_path):
     said = Place(tmp_path).run("suite", "--until-decided", expect=2)
     assert "--until-decided compares precisions or models: give two, for example --precision fp16,4bit" in said

@@ -74,9 +74,7 @@ def test_what_was_computed_in_company_is_equal_alone(verify):
     done = verify("s", "--sample", "100%")
     assert done.returncode == 0, done.stdout + done.stderr
     total = done.stdout.partition(" of ")[0]
-    assert (
-        done.stdout == f"{total} of {total} answers equal to the bit; these are all of this suite's {total} answers\n"
-    )
+    assert done.stdout == f"{total} of {total} answers equal to the bit; these are all of the {total} answers of 's'\n"
     done = verify("s", "--json")
     found = json.loads(done.stdout)
     assert (found["drawn"], found["different"]) == (20, 0) and found["population"] == int(total) > 25
@@ -103,13 +101,13 @@ def _end(completion):
 @pytest.mark.parametrize("change", [_text, _last_bit, _sum, _end])
 def test_a_changed_answer_is_found_where_it_is_drawn(verify, suite, change):
     name = changed(suite, lambda content: change(content["request_states"][1]["result"]["completions"][0]))
-    done = verify(name, "--sample", "100%", "--bundle", "b.tar.zst")
-    assert done.returncode == 1 and "b.tar.zst is not written" in done.stderr, done.stdout + done.stderr
+    done = verify(name, "--sample", "100%", "--bundle", "b.jsonl.zst")
+    assert done.returncode == 1 and "b.jsonl.zst is not written" in done.stderr, done.stdout + done.stderr
     assert (
         done.stdout.count(" differs at ") == 1 and "\n  prompt    '" in done.stdout and "\n  recorded  " in done.stdout
     )
     last = done.stdout.splitlines()[-1]
-    assert last == "4 of 5 answers equal to the bit; these are all of this suite's 5 answers"
+    assert last == "4 of 5 answers equal to the bit; these are all of the 5 answers of 'changed'"
     for seed in range(4) if change is _text else ():
         is_drawn = np.random.default_rng(seed).choice(5, 1, replace=False)[0] == 1
         assert verify(name, "--sample", "1", "--seed", str(seed)).returncode == is_drawn
@@ -167,10 +165,10 @@ def test_transformers_computes_the_same_and_finds_what_is_changed(verify, suite)
 
 
 def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
-    path = tmp_path / "s.tar.zst"
+    path = tmp_path / "s.jsonl.zst"
     done = verify("s", "--sample", "15", "--bundle", str(path))
     assert done.returncode == 0, done.stderr
-    population = done.stdout.split("this suite's ")[1].split()[0]
+    population = done.stdout.split(" of the ")[1].split()[0]
     bundle = str(path)
     done = verify(bundle)
     assert done.returncode == 0, done.stderr
@@ -207,7 +205,7 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
 
 def test_a_gpu_compares_within_a_tolerance(verify):
     """It refuses --batch-invariant, so it computes without; here one that is simulated."""
-    done = verify("s", "--device", "sim", "--sample", "4")
+    done = verify("s", "--device", "sim", "--gpu-memory", "1GiB", "--sample", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("4 of 4 answers equal within 0.0001 (another kind of processor, ")
 
@@ -216,4 +214,4 @@ def test_nothing_to_draw_from_is_refused(verify, suite):
     done = verify("nothing-there")
     assert done.returncode == 2 and "there is no suite in " in done.stderr
     done = verify(changed(suite, lambda content: content.pop("request_states")), "--json")
-    assert done.returncode == 2 and "cannot be read ('request_states'); make the run again" in done.stderr
+    assert done.returncode == 2 and "cannot be read ('request_states'); make it again with" in done.stderr

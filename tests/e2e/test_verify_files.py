@@ -143,7 +143,7 @@ def test_whatever_is_changed_of_an_answer_is_found(run, few, folder, change):
 
 
 def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_path):
-    bundle = str(tmp_path / "few.tar.zst")
+    bundle = str(tmp_path / "few.jsonl.zst")
     done = run("verify", *few(), "--with", "transformers", "--bundle", bundle)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("12 of 12 answers equal within 0.001 (by transformers in float32; ")
@@ -156,7 +156,7 @@ def test_what_lacks_its_record_or_its_requests_is_refused(run, few, folder, tmp_
     done = run("verify", few(record=False)[0], "--requests", "in.jsonl")
     assert done.returncode == 2 and "make it again with flexgen-helm batch" in done.stderr
     done = run("verify", few()[0])
-    assert done.returncode == 2 and "does not say what was asked; name what" in done.stderr
+    assert done.returncode == 2 and "answers of flexgen-helm batch need --requests" in done.stderr
     write(tmp_path / "in.jsonl", requests(5))
     done = run("verify", few()[0], "--requests", str(tmp_path / "in.jsonl"), "--sample", "100%")
     assert done.returncode == 2 and "in.jsonl is not what few.jsonl, r5, answers" in done.stderr
@@ -187,7 +187,7 @@ def evaluated(folder):
 
 
 def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
-    path, bundle = str(evaluated), str(tmp_path / "b.tar.zst")
+    path, bundle = str(evaluated), str(tmp_path / "b.jsonl.zst")
     done = run("verify", path, "--sample", "100%", "--bundle", bundle)
     assert done.returncode == 0, done.stdout + done.stderr
     count = 8 + 8 + 8 + 9 + 2 * 9
@@ -238,7 +238,7 @@ def test_results_of_lm_eval_without_samples_or_record_are_refused(run, evaluated
     content = json.loads(evaluated.read_text())
     (tmp_path / "results_x.json").write_text(json.dumps(content))
     done = run("verify", str(tmp_path / "results_x.json"))
-    assert done.returncode == 2 and "run flexgen-helm lm-eval with --log_samples" in done.stderr
+    assert done.returncode == 2 and "make it again with flexgen-helm lm-eval --log_samples" in done.stderr
     del content["config"]["flexgen_run"]
     (evaluated.parent / f"results_{evaluated.stem.rpartition('_')[2]}.json").write_text(json.dumps(content))
     done = run("verify", str(evaluated))

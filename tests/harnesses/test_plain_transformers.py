@@ -30,7 +30,7 @@ def answers(folder):
 
 
 def ask(folder, answers, tolerance=1e-3, ends=(2,)):
-    return list(by_transformers(folder, ends, answers, tolerance))
+    return [(result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)]
 
 
 def forward(folder, ids):

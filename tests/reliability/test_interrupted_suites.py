@@ -151,6 +151,20 @@ def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, num
     assert {*rest.computed} == {*whole.computed} - {*sampled.computed}
 
 
+def test_looks_are_the_same_wherever_they_were_killed(suites):
+    """Of two precisions; the suite is scored after each look, and killed while it computes, and while it writes."""
+    options = ["--until-decided", "--precision", "fp16,4bit", "--margin", "45"]
+    looked = suites.run("looked", options=options)
+    assert looked.code == 0, looked.output
+    for number, phase in enumerate(("compute", "rename")):
+        killed = suites.run("killed-look", at=points_of(looked, phase, random.Random(number)), options=options)
+        assert killed.code in (-signal.SIGKILL, 0), killed.output
+        assert number or killed.code
+    last = suites.run("killed-look", options=options)
+    assert last.code == 0 and same(suites, "killed-look", "looked"), last.output
+    assert len(suites.results("looked")) == 4
+
+
 # Disks and memory that do not suffice
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
+import tracemalloc
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -76,7 +75,7 @@ ANSWER = {"text": "a", "end": "stop", "logprobs": [-0.1, -2.0], "more": [[-4.0, 
 @pytest.mark.parametrize(
     "change, where",
     [({}, None), ({"text": "b"}, "text"), ({"end": None}, "end"), ({"logprobs": [-0.1001, -2.0]}, "logprobs[0]"),
-     ({"logprobs": [-0.1, -2.000001]}, None), ({"logprobs": []}, "logprobs"), ({"logprobs": [-0.1]}, "logprobs"),
+     ({"logprobs": [-0.1, -2.000001]}, None), ({"logprobs": []}, "logprobs"), ({"logprobs": [-0.1]}, "logprobs[1]"),
      ({"logprobs": [float("nan"), -2.0]}, "logprobs[0]"), ({"logprobs": -3.0}, "logprobs"), ({"new": 1}, "new"),
      ({"more": [[-4.0, False]]}, "more[0][1]"), ({"more": [[-4.00001, True]]}, None),
      ({"more": [["x", True]]}, "more[0][0]")],
@@ -84,7 +83,7 @@ ANSWER = {"text": "a", "end": "stop", "logprobs": [-0.1, -2.0], "more": [[-4.0, 
 def test_what_is_equal(change, where):
     recorded = {**ANSWER, **change}
     found = compare(recorded, ANSWER, 1.5e-5)[0]
-    assert [name for name, _, _ in found] == ([where] if where else [])
+    assert [name for name, _, _ in found][:1] == ([where] if where else [])
     assert bool(compare(recorded, ANSWER, 0.0)[0]) is bool(change)
     assert bool(compare(ANSWER, recorded, 0.0)[0]) is bool(change)
     assert compare([ANSWER, ANSWER], [ANSWER], 1.0)[0]
@@ -97,60 +96,35 @@ def test_sums_differ_by_parts_of_their_value():
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
-    write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
-    manifest, (answer,) = read_bundle(tmp_path / "b.tar.zst")
-    assert replace(manifest, sha256="") == MANIFEST
+    write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
+    manifest, (answer,) = read_bundle(tmp_path / "b.zst")
+    assert manifest == MANIFEST
     assert json.dumps(asdict(answer)) == json.dumps(asdict(DRAWN[0]))
     assert decode_result(json.dumps(answer.results[0])) == replace(RESULT, cost=Cost())
-    with tarfile.open(fileobj=io.BytesIO(unpacked(tmp_path / "b.tar.zst"))) as archive:  # as others read it
-        assert archive.getnames() == ["manifest.json", "answers.jsonl"]
+    assert [*map(sorted, map(json.loads, lines(tmp_path / "b.zst")))] == [  # as others read it
+        ["format", "population", "seed", "sources", "suite"], ["name", "requests", "results", "source"]
+    ]  # fmt: skip
 
 
-def unpacked(path):
-    with path.open("rb") as file:
-        return zstandard.ZstdDecompressor().stream_reader(file).read()
-
-
-def members(path):
-    """The manifest and the lines of a bundle."""
-    with tarfile.open(fileobj=io.BytesIO(unpacked(path))) as archive:
-        return [archive.extractfile(name).read() for name in archive.getnames()]
-
-
-def packed(*parts, **header):
-    """A tar file of (name, content); header: of its first member."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for number, (name, content) in enumerate(parts):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            for key, value in (header if number == 0 else {}).items():
-                setattr(member, key, value)
-            archive.addfile(member, io.BytesIO(content))
-    return file.getvalue()
+def lines(path):
+    """The manifest, and the answers."""
+    return zstandard.ZstdDecompressor().decompress(path.read_bytes()).split(b"\n")
 
 
 HOSTILE = {
-    "an absolute path": lambda m, a: packed(("/etc/passwd", m), ("answers.jsonl", a)),
-    "a path upwards": lambda m, a: packed(("../manifest.json", m), ("answers.jsonl", a)),
-    "a symbolic link": lambda m, a: packed(("manifest.json", b""), type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-    "a device": lambda m, a: packed(("manifest.json", b""), type=tarfile.CHRTYPE),
-    "a sparse file": lambda m, a: packed(("manifest.json", m), type=tarfile.GNUTYPE_SPARSE),
-    "a third member": lambda m, a: packed(("manifest.json", m), ("answers.jsonl", a), ("x", b"x")),
-    "one member": lambda m, a: packed(("manifest.json", m)),
-    "nothing": lambda m, a: b"",
-    "a bomb": lambda m, a: packed(("manifest.json", bytes(1 << 26))),
-    "a size without a file": lambda m, a: verification._header("manifest.json", 1000),
-    "a negative size": lambda m, a: verification._header("manifest.json", 0).replace(b"0" * 11, b"-0000000100", 1),
-}  # fmt: skip
+    "nothing": b"",
+    "no Zstandard": b"no zstandard",
+    "no content": zstandard.compress(b""),
+    "an archive with a path": zstandard.compress(b"/etc/passwd".ljust(512, b"\0")),
+    "a manifest that is cut": zstandard.compress(b'{"suite": "s"'),
+    "no answers of a list": zstandard.compress(b"[]\n[]"),
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_ends_in_a_sentence(tmp_path, name):
-    path = tmp_path / "b.tar.zst"
-    write_bundle(path, MANIFEST, DRAWN)
-    path.write_bytes(zstandard.compress(HOSTILE[name](*members(path))))
-    refuse(path)
+def test_a_hostile_file_ends_in_a_sentence(tmp_path, name):
+    (tmp_path / "b.zst").write_bytes(HOSTILE[name])
+    refuse(tmp_path / "b.zst")
 
 
 def refuse(path):
@@ -159,15 +133,31 @@ def refuse(path):
     assert "is no bundle as verify writes it: " in str(refusal.value) and len(str(refusal.value)) < 600
 
 
-def test_a_bomb_of_lines_is_not_decompressed(tmp_path):
+def test_a_bomb_is_not_decompressed(tmp_path):
     compressor = zstandard.ZstdCompressor().compressobj()
-    head = verification._header("manifest.json", 512) + bytes(512) + verification._header("answers.jsonl", 7 << 30)
-    content = compressor.compress(head)
-    content += b"".join(compressor.compress(bytes(1 << 24)) for _ in range(4)) + compressor.flush()
-    (tmp_path / "b.tar.zst").write_bytes(content)
-    refuse(tmp_path / "b.tar.zst")
-    (tmp_path / "b.tar.zst").write_bytes(b"no zstandard")
-    refuse(tmp_path / "b.tar.zst")
+    content = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(64)) + compressor.flush()
+    (tmp_path / "b.zst").write_bytes(content)
+    assert len(content) < 1 << 20
+    used = peak_bytes(lambda: refuse(tmp_path / "b.zst"))
+    assert used < 300 << 20
+
+
+def peak_bytes(call):
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_line_that_is_cut_ends_in_a_sentence(tmp_path, part):
+    write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
+    cut = lines(tmp_path / "b.zst")
+    cut[part] = cut[part][:-9]
+    (tmp_path / "b.zst").write_bytes(zstandard.compress(b"\n".join(cut)))
+    refuse(tmp_path / "b.zst")
 
 
 CHANGES = {
@@ -176,7 +166,6 @@ CHANGES = {
     "a wrong type": (b'"population": 1000', b'"population": "1000"', None),
     "a boolean": (b'"seed": 0', b'"seed": false', None),
     "a missing key": (b'"seed": 0,', b"", None),
-    "another digest": (b'"sha256": "', b'"sha256": "0', None),
     "more answers than the suite": (b'"population": 1000', b'"population": 0', None),
     "a model that is a path": (b'"model": "m"', b'"model": ["/etc"]', None),
     "NaN": (b"-0.1", b"NaN", True), "infinity": (b"-0.1", b"-1e999", True),
@@ -195,24 +184,16 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_content_of_another_form_ends_in_a_sentence(tmp_path, name):
     old, new, is_line = CHANGES[name]
-    path = tmp_path / "b.tar.zst"
+    path = tmp_path / "b.zst"
     write_bundle(path, MANIFEST, DRAWN)
-    manifest, lines = members(path)
-    if is_line:
-        assert old in lines
-        lines = lines.replace(old, new)
-        digest = verification.hashlib.sha256(lines).hexdigest()
-        manifest = json.dumps({**json.loads(manifest), "sha256": digest}).encode()
-    else:
-        assert old in manifest
-        manifest = manifest.replace(old, new)
-    parts = {"manifest.json": manifest, "answers.jsonl": lines}
-    blocks = (verification._header(key, len(part)) + part + bytes(-len(part) % 512) for key, part in parts.items())
-    path.write_bytes(zstandard.compress(b"".join(blocks) + bytes(1024)))
+    parts = lines(path)
+    assert old in parts[bool(is_line)]
+    parts[bool(is_line)] = parts[bool(is_line)].replace(old, new)
+    path.write_bytes(zstandard.compress(b"\n".join(parts)))
     refuse(path)
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(verification._LIMITS, "answers.jsonl", 100)
-    with pytest.raises(FlexgenError, match="answers.jsonl would have"):
-        write_bundle(tmp_path / "b.tar.zst", MANIFEST, DRAWN)
+    monkeypatch.setattr(verification, "_LIMIT", 100)
+    with pytest.raises(FlexgenError, match="b.zst would have"):
+        write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
