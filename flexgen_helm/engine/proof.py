@@ -212,7 +212,7 @@ def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> 
                 with torch.random.fork_rng(devices=[]), trial_folder() as folder:
                     model = random_reference(cls, small, seed, Path(folder))
                     checkpoint = open_as(type(config), Path(folder))
-                    options = EngineConfig(policy=_BLOCK, device="cpu")
+                    options = EngineConfig(policy=_BLOCK, device="cpu", generation_config="ignore")
                     opened = OpenedModel(
                         "", options, checkpoint, tokenizer=None, chat=None, device=torch.device("cpu"), link=None
                     )

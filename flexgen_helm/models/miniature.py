@@ -34,13 +34,13 @@ MAX_WEIGHTS = 6_000_000
 _SIZES = {
     HIDDEN: "hidden_size d_model n_embd embed_dim emb_dim",
     HIDDEN // 2: "word_embed_proj_dim embedding_size global_head_dim swa_head_dim",
-    80: "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size mlp_dim dff "
-    "block_ff_dim",
+    80: "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size intermediate_size_mlp mlp_dim dff "
+    "dense_intermediate_size block_ff_dim",
     40: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size",
     48: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
-    POSITIONS: "max_position_embeddings n_positions max_sequence_length n_ctx",
+    POSITIONS: "max_position_embeddings n_positions max_sequence_length max_target_positions n_ctx index_topk",
     WINDOW: "sliding_window attention_chunk_size local_attention window_size",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words decoder_vocab_size",
     24: "q_lora_rank kv_lora_rank gate_low_rank_dim",
     HEAD_DIM: "qk_rope_head_dim qk_nope_head_dim v_head_dim swa_v_head_dim mamba_d_head mamba_head_dim "
     "linear_key_head_dim linear_value_head_dim",
@@ -55,8 +55,8 @@ _SIZES = {
 _SIZE_OF: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
 # Of parts beside the language model: they are built, and not used.
 _SIZES_OF_OTHER_PARTS = dict(num_hidden_layers=1, num_blocks=1, num_attention_heads=4, image_size=28, patch_size=14)
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
+_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "swa_num_attention_heads")
 _KV_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -173,6 +173,9 @@ def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
     for name, value in small.items():
         if isinstance(value, Mapping) and "model_type" in value:  # a part that sees or hears
             small[name] = {key: _smaller(key, inner) for key, inner in value.items()} | _SIZES_OF_OTHER_PARTS
+        elif name == "per_layer_config" and isinstance(value, Mapping):
+            of_layers = [value.get(str(layer)) for layer in layers]
+            small[name] = {str(new): small_config(entries, layers) for new, entries in enumerate(of_layers) if entries}
         elif name in _NUMBERS_OF_LAYERS and isinstance(value, (list, tuple)):
             small[name] = [new for new, layer in enumerate(layers) if layer in value]
         else:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -17,46 +19,42 @@ import torch
 import transformers
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
-from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures import ARCHITECTURES, architecture_by_modules
 from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
-from flexgen_helm.planner.placement import UNLIMITED
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from tests.helpers.model_table import rewrite
 from tests.helpers.parity import differences
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+from tests.helpers.tiny_causal_models import UNBUILT, causal_classes, tiny_config
 
 PAGE = ROOT / "docs/explanation/transformers-backend.md"
 BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
 NATIVE = {name for architecture in ARCHITECTURES.values() for name in architecture.hf_names}
 # Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
 REFUSED = {
-    "AXK2ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "CodeGenForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
     "DbrxForCausalLM": "cannot run layer by layer",  # experts outside transformers' interface
-    "DeepseekV32ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "DeepseekV4ForCausalLM": "passes its layers input_ids",
     "DiffLlamaForCausalLM": "call attention 2 times",
     "DogeForCausalLM": "cannot run layer by layer",  # masks that depend on values
     "DoryForCausalLM": "is no linear layer",
-    "Dots3NoteForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "GPTJForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
-    "GlmMoeDsaForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "HYV4ForCausalLM": "cannot run layer by layer",
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
     "MiniMaxForCausalLM": "ask their cache for get_linear_cache",  # linear attention
-    "RecurrentGemmaForCausalLM": "does not pass its cache on",  # recurrent layers
+    "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
     "ZayaForCausalLM": "states in a module that returns more|does not go on from the states",
 }
 # Classes that do not declare transformers' attention interface, and use it.
 UNDECLARED = {
-    "BambaForCausalLM", "BioGptForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "LaraMiniForCausalLM",
-    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM", "StableLmForCausalLM",
+    "BailingHybridForCausalLM", "BambaForCausalLM", "BartForCausalLM", "BigBirdForCausalLM",
+    "BigBirdPegasusForCausalLM", "BioGptForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "CodeGenForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM", "GPTJForCausalLM",
+    "GPTNeoXJapaneseForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "LaraMiniForCausalLM",
+    "MBartForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM", "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "StableLmForCausalLM", "WhisperForCausalLM",
 }  # fmt: skip
 # Models of several parts, whose language model is a class of its own in this list; and one whose random model
 # answers with the padding token, which moves positions.
@@ -104,6 +102,7 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
         for tensor in model.state_dict(keep_vars=True).values():  # buffers that checkpoints have, too
             if tensor.is_floating_point():
                 tensor.copy_(tensor.normal_(0, 0.3).half().float())
+    model.generation_config.forced_eos_token_id = None  # decoders of translators force the end
     copy.deepcopy(model).half().save_pretrained(folder)
     return model
 
@@ -144,7 +143,7 @@ def largest_difference(
     model, asked, largest = model or saved(name, folder), requests(), 0.0
     with Engine.from_pretrained(folder, **options) as engine:
         config, results = engine.config, engine.run(asked)
-        engine._prefix_cost = PrefixCostModel(UNLIMITED, 0.0)
+        engine.share_every_beginning()
         results += engine.run(asked)
         workload = engine.last_run["workload"]
         assert workload["prompt_tokens_computed"] < workload["prompt_tokens"]
@@ -206,5 +205,29 @@ def measure() -> Iterator[tuple[str, str, float]]:
             yield name, features(config), difference
 
 
+def refusals() -> dict[str, str]:
+    """What the engine says of each causal class that does not run, by its name, without the name."""
+    said = {}
+    for name in causal_classes():
+        if name in NATIVE or name in OTHERS or (name in supported() and name not in REFUSED):
+            continue
+        content = {**tiny_model_config(name).to_dict(), "architectures": [name]}
+        try:
+            architecture_by_modules(content).read_config(json.loads(json.dumps(content, default=str)))
+        except (UnsupportedArchitectureError, ValueError) as error:
+            said[name] = re.sub(rf"^{name} |attention of {name} |the head of {name} ", "", str(error)).partition(";")[0]
+    return {**said, **dict.fromkeys(sorted(UNBUILT), "not tried: its default configuration makes no model")}
+
+
+def refusal_table() -> str:
+    """Classes that are refused, and why; those with one reason share a row."""
+    rows: dict[str, list[str]] = {}
+    for name, why in refusals().items():
+        rows.setdefault(why, []).append(name.removesuffix("ForCausalLM"))
+    lines = ["| reason | classes |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {why} | {', '.join(names)} |" for why, names in sorted(rows.items()))])
+
+
 if __name__ == "__main__":
+    rewrite(PAGE, "<!-- refused: make model-table -->", "<!-- end of what is refused -->", refusal_table())
     rewrite(PAGE, BEGIN, END, table(measure()))

@@ -9,7 +9,7 @@ from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
 # By names of config entries; those that a config does not have are left out.
 _SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, d_model=32, n_embd=32, dim=32, embed_dim=32, hidden_dim=32, embedding_size=32,
-    num_hidden_layers=2, n_layer=2, n_layers=2, num_layers=2, encoder_layers=1, decoder_layers=2, num_encoder_layers=1,
+    num_hidden_layers=2, n_layer=2, n_layers=2, num_layers=2, encoder_layers=2, decoder_layers=2, num_encoder_layers=2,
     num_decoder_layers=2, depth=1, num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, num_key_value_heads=2,
     encoder_attention_heads=4, decoder_attention_heads=4, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
     intermediate_size=48, ffn_dim=48, n_inner=48, d_ff=48, encoder_ffn_dim=48, decoder_ffn_dim=48, mlp_dim=48,
@@ -32,6 +32,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
         global_head_dim=16, enable_moe_block=True, top_k_experts=2,
     ),
+    **dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), dict(rotary_dim=4)),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
     "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
@@ -45,6 +46,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"] * 2,
     ),
     "MinistralForCausalLM": dict(head_dim=8),
+    "ReformerModelWithLMHead": dict(axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 8], attn_layers=["local", "lsh"]),
     "Mistral4ForCausalLM": dict(
         num_key_value_heads=4, head_dim=None, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=8, beta_fast=32.0,
@@ -61,17 +63,26 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": dict(moe_k=2, moe_num_experts=4),
     **dict.fromkeys(
         (
-            "AXK1ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
+            "AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+            "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM",
             "MiniCPM3ForCausalLM", "YoutuForCausalLM",
         ),
         dict(num_key_value_heads=4),  # latent attention has keys of its own for every head
+    ),
+    "BailingHybridForCausalLM": dict(
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, num_local_experts=4,
+    ),
+    "KimiLinearForCausalLM": dict(
+        layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, n_group=2, topk_group=1,
+        linear_head_dim=8, linear_num_heads=4, num_experts_per_tok=2, num_local_experts=4,
     ),
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=48, expert_ffn_hidden_size=24),
 }  # fmt: skip
 
 
 # Of these a default config makes no model: it lacks entries that only published configs have, or a library.
-_UNBUILT = {
+UNBUILT = {
     "CohereCompassForCausalLM",
     "Gemma3nForConditionalGeneration",
     "Gemma4AssistantForCausalLM",
@@ -84,7 +95,7 @@ def causal_classes() -> list[str]:
     """The names of all causal classes of transformers that can be built here."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | UNLISTED_CLASSES) - _UNBUILT)
+    return sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | UNLISTED_CLASSES) - UNBUILT)
 
 
 def tiny_config(name: str) -> Any:

@@ -164,10 +164,11 @@ class ModulesConfig(
     head_bias: whether the language-model head has one.
     table_key, head_key: of the embedding table and of the head's matrix in the state dict.
     table_rows: of the embedding table, which may be more than the head's.
-    streams: hidden states of a token.
+    streams: hidden states of a token; their axis in what layers are given, 0 of [S, 1, T, H] or 2 of [1, T, S, H].
     layer_input_key, layer_input_rows, layer_input_size: of a second table that is looked up by token and has an input
         of every layer, and the elements of one; none: "" and 0.
     shared_keys: that several layers attend with.
+    own_attention: modules compute attention in their own code.
     """
 
     class_name: str
@@ -182,10 +183,12 @@ class ModulesConfig(
     head_key: str
     table_rows: int
     streams: int = 1
+    streams_axis: int = 0
     layer_input_key: str = ""
     layer_input_rows: int = 0
     layer_input_size: int = 0
     shared_keys: tuple[SharedKeys, ...] = ()
+    own_attention: bool = False
 
     @property
     def layer_inputs_size(self) -> int:

@@ -51,7 +51,8 @@ class TransformersDecoder:
 
     def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
-        self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
+        found = config.modules
+        self._model = LayeredModel(found.text, device, any(config.layer_states), found.own_attention)
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)  # of most layers
@@ -129,7 +130,7 @@ class TransformersDecoder:
         """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
         layer += self.config.layers_before
         kind, modules = self._modules.kind(layer), self._model.layers[layer]
-        if not kind.router:
+        if not kind.router or self._modules.streams > 1:
             return None
         x = self._state.hidden(hidden)
         with (

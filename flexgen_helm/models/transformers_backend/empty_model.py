@@ -20,7 +20,6 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
 from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, adapt, register
 
-OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
 _COUNT = re.compile(r"(?!.*(embed|size))(n_layers?$|num_|.*experts)")
@@ -38,18 +37,17 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     from transformers.initialization import no_init_weights
 
     register()
-    config._attn_implementation = IMPLEMENTATION
     config.use_cache = False
-    try:
-        with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+    with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+        try:
             model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
-    except (KeyError, ValueError) as error:  # it chooses among implementations that it knows by name
-        if getattr(cls, "_supports_attention_backend", False):
-            raise
-        raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
+        except KeyError:  # it chooses among classes that it knows by name
+            model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.config._attn_implementation = IMPLEMENTATION  # masks are ours in any case
     model.set_experts_implementation(IMPLEMENTATION)
-    for module in model.modules():
+    for module in [*model.modules()]:
         adapt(module)
+    model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or ()), r"\.indexer\."]
     return model.eval()
 
 

@@ -114,9 +114,10 @@ def _attention(
         unknown = [name for name, option in options.items() if not is_plain(option) and name not in _KNOWN]
         if unknown:
             raise UnsupportedArchitectureError(f"{type(module).__name__} passes {unknown[0]} to attention")
-    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
-    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        mask = Mask(is_causal=False)
+    mask = attention_mask
+    if not isinstance(mask, Mask):
+        says_causal = options.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        mask = Mask(is_causal=mask is None and says_causal)
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     latents: _Latents | None = module.__dict__.get("flexgen_helm_latents")
@@ -211,8 +212,18 @@ def _let_llama4_select(block: Any) -> None:
     experts._apply_gate, block.forward = apply_gate, forward
 
 
+def _select_all(*positional: Any, **named: Any) -> None:
+    """Stand for an indexer, which selects all keys as long as there are no more than `index_topk`."""
+
+
 def adapt(module: Any) -> None:
-    """Let a module attend to latents instead of expanding them, and name the experts that it selects."""
+    """Let a module attend to latents instead of expanding them, and to all keys, and name the experts that it selects.
+
+    The context of a model with indexers ends where they would leave keys out (`read_config`).
+    """
+    if "indexer" in module._modules:
+        del module._modules["indexer"]
+        module.__dict__["indexer"] = _select_all
     if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
         module.__dict__["flexgen_helm_latents"] = _Latents(module)
     if type(module).__name__ == "Llama4TextMoe":  # computes experts outside of `transformers`' experts interface

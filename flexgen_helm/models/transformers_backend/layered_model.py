@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.empty_model import empty_model
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, Bindings, ExpertsCall
+from flexgen_helm.models.transformers_backend.own_attention import OwnAttention
 
 
 @dataclass
@@ -77,16 +78,19 @@ class LayeredModel:
     first_position: row of the first token in a table of positions. Descendants of RoBERTa do not use those up to the
         padding token's.
     has_states: layers keep states; they are passed a mask.
+    own_attention: modules compute attention in their own code.
     """
 
-    def __init__(self, config_text: str, device: torch.device | str, has_states: bool = False) -> None:
+    def __init__(
+        self, config_text: str, device: torch.device | str, has_states: bool = False, own_attention: bool = False
+    ) -> None:
         """config_text: content of `config.json`.
 
         device: of buffers; 'meta' for a model that only shapes pass.
 
         Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run this way.
         """
-        self.bindings, self.has_states = Bindings(), has_states
+        self.bindings, self.has_states, self.own_attention = Bindings(), has_states, own_attention
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, found = _find_layers(self.model)
         self.layers: list[Any] = list(found)
@@ -120,8 +124,9 @@ class LayeredModel:
 
     @property
     def base(self) -> Any:
-        """The model without its language-model head."""
-        return self.model.base_model
+        """The model without its language-model head, and without what wraps a decoder that has no encoder."""
+        base: Any = self.model.base_model
+        return getattr(base, "decoder", base)
 
     @property
     def layer_input_table(self) -> Any:
@@ -161,20 +166,27 @@ class LayeredModel:
             for given, names in zip(recorded, self._cache_names)
         ]
 
-    def _run(self, model: Any, arguments: Mapping[str, Tensor]) -> Any:
+    def _run(self, model: Any, arguments: Mapping[str, Any]) -> Any:
         """Run without padding: without a mask, models read the positions, for which the host waits.
 
         Masks on the meta device have no values, and models with recurrent layers read them.
         """
         positions = arguments["position_ids"]
-        mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
+        counts = "position_ids" not in parameter_names(self.base)
+        if counts:  # it numbers tokens from those that its cache has on
+            arguments = {**arguments, "past_key_values": PastOfTokens(positions)}
+        if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):  # as many as positions of a sequence
+            arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
+        without_values = positions.device.type == "meta" and not counts and not self.own_attention
+        mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
         with _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
-        out = self.layers[index](hidden, *arguments.positional, **arguments.named)
+        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H] or [1, T, S, H]."""
+        with OwnAttention(self.bindings) if self.own_attention else nullcontext():
+            out = self.layers[index](hidden, *arguments.positional, **arguments.named)
         self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
@@ -182,12 +194,13 @@ class LayeredModel:
     def after(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run the code after the layers -> logits [1, N, V].
 
-        hidden: [1, N, H], or [S, 1, N, H] of S streams.
+        hidden: [1, N, H], or of S streams [S, 1, N, H] or [1, N, S, H].
         positions: [1, N], of any value.
         """
         for state in self._states:
             state.recorded, state.result = None, hidden
-        arguments = {"inputs_embeds": hidden if hidden.dim() == 3 else hidden[0], "position_ids": positions}
+        embeds = hidden if hidden.dim() == 3 else hidden[:, :, 0] if hidden.shape[0] == 1 else hidden[0]
+        arguments = {"inputs_embeds": embeds, "position_ids": positions}
         try:
             logits: Tensor = self._run(self.model, self._with_layer_inputs(arguments)).logits
         finally:
@@ -270,6 +283,14 @@ class PastOfTokens:
         positions = self._positions[0]
         return positions - torch.arange(len(positions), device=positions.device)
 
+    # Sizes of masks, which are not made.
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
     def update(self, keys: Tensor, values: Tensor, *layer: Any, **named: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
@@ -331,7 +352,9 @@ class _StandIn(nn.Module):
     def forward(self, *positional: Any, **named: Any) -> Any:
         state = self._state
         if positional:
-            hidden, positional = positional[0], positional[1:]
+            hidden, *others = positional
+            named = {**dict(zip(parameter_names(self._layer)[1:], others)), **named}
+            positional = tuple(others[len(parameter_names(self._layer)) - 1 :])
         else:
             hidden = named.pop("hidden_states")
         if state.result is not None:
@@ -354,7 +377,8 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the list of decoder layers, by its length; of several the outermost."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config = model.config.get_text_config()
+    count = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
     lists = [
         (name, module)
         for name, module in model.named_modules()

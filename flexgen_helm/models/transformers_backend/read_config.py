@@ -18,7 +18,7 @@ from flexgen_helm.models.transformers_backend.config import (
     SharedKeys,
     TransformersConfig,
 )
-from flexgen_helm.models.transformers_backend.empty_model import OWN_ATTENTION
+from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall
 from flexgen_helm.models.transformers_backend.layered_model import LayeredModel, own_tensors
 from flexgen_helm.models.transformers_backend.trace import (
@@ -29,9 +29,17 @@ from flexgen_helm.models.transformers_backend.trace import (
     trace_layers,
 )
 
+OWN_ATTENTION = "computes attention in a way that is not known here"
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
 # Names of the context length; a model of states alone may have none, and then takes more than any request has.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+)
 _ANY_LENGTH = 1 << 20
 
 
@@ -44,22 +52,32 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
     text = json.dumps(content, sort_keys=True)
     with _one_at_a_time:
         try:
-            model = LayeredModel(text, "meta")
-        except FlexgenError:
+            return _read(content, text)
+        except UnsupportedArchitectureError as error:
+            try:
+                return _read(content, text, own_attention=True)
+            except UnsupportedArchitectureError as in_own_code:
+                has_interface = getattr(class_and_config(text)[0], "_supports_attention_backend", False)
+                raise error if has_interface or error.__cause__ is None else in_own_code from None
+
+
+def _read(content: Mapping[str, Any], text: str, own_attention: bool = False) -> TransformersConfig:
+    try:
+        model = LayeredModel(text, "meta", own_attention=own_attention)
+    except FlexgenError:
+        raise
+    except Exception as error:  # a configuration class raises whatever its entries lead to
+        raise ValueError(f"transformers makes no model of it: {_first_line(error)}") from error
+    name = type(model.model).__name__
+    try:
+        trace = trace_layers(model)
+    except Exception as error:  # whatever a module does with shapes that it does not expect
+        if isinstance(error, UnsupportedArchitectureError) and name in str(error):
             raise
-        except Exception as error:  # a configuration class raises whatever its entries lead to
-            raise ValueError(f"transformers makes no model of it: {_first_line(error)}") from error
-        name = type(model.model).__name__
-        try:
-            trace = trace_layers(model)
-        except UnsupportedArchitectureError:
-            raise
-        except Exception as error:  # whatever a module does with shapes that it does not expect
-            if not getattr(type(model.model), "_supports_attention_backend", False):
-                raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}") from error
-            raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {_first_line(error)}") from error
-        architecture = str(content.get("model_type")).removesuffix("_text")  # of one of several parts
-        return _record(model, trace, architecture, text)
+        what = OWN_ATTENTION if own_attention else "cannot run layer by layer"
+        raise UnsupportedArchitectureError(f"{name} {what}: {_first_line(error)}") from error
+    architecture = str(content.get("model_type")).removesuffix("_text")  # of one of several parts
+    return _record(model, trace, architecture, text)
 
 
 def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str) -> TransformersConfig:
@@ -75,7 +93,7 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
     ]
     calls = [call for call in by_layer if call is not None]
     if not calls:
-        raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}")
+        raise UnsupportedArchitectureError(f"{name} has no layer with attention")
     windows = {call.mask.window for call in calls if call.mask.window is not None}
     if len({window.is_chunked for window in windows}) > 1:
         raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
@@ -129,6 +147,7 @@ def _modules(
         for layer, of_layer in enumerate(trace.layers)
         for key, (k, v) in of_layer.shared.items()
     )  # fmt: skip
+    axis = 2 if len(trace.hidden) == 4 and trace.hidden[0] == 1 else 0
     return ModulesConfig(
         class_name=name,
         text=text,
@@ -141,8 +160,10 @@ def _modules(
         table_key=f"{paths[id(table)]}.weight",
         head_key=f"{paths[id(head)]}.weight",
         table_rows=table.weight.shape[0],
-        streams=trace.streams,
+        streams=trace.hidden[axis] if len(trace.hidden) == 4 else 1,
+        streams_axis=axis,
         shared_keys=shared,
+        own_attention=model.own_attention,
         **inputs,
     )
 
@@ -194,9 +215,11 @@ def _max_positions(config: Any) -> int:
     """Return the context length, as far as a token's rotation depends on its position alone.
 
     LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
+    Sparse attention takes all keys as long as there are no more than `index_topk`.
     """
     sizes = (getattr(config, name, None) for name in _POSITIONS)
     longest = next((size for size in sizes if isinstance(size, int) and size > 0), _ANY_LENGTH)
+    longest = min(longest, getattr(config, "index_topk", None) or longest)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):

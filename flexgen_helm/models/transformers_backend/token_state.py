@@ -2,8 +2,8 @@
 
     hidden states, of every stream | inputs of every layer, from a second table | keys and values used again
 
-Most models have the first part alone, in one stream. Gemma 3n has four streams. Gemma 3n and Gemma 4 look up an input
-of every layer with the token, and their last layers attend with keys and values of an earlier one.
+Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams. Gemma 3n and Gemma 4
+look up an input of every layer with the token, and their last layers attend with keys and values of an earlier one.
 
 Shapes: T tokens, H hidden size, S streams, L layers, P elements of a layer's input.
 """
@@ -29,7 +29,7 @@ class TokenState:
         self._end = config.state_size
 
     def new(self, hidden: Tensor, arguments: Sequence[LayerArguments]) -> Tensor:
-        """Return the rows before the first layer; hidden: [1, T, H], or [S, 1, T, H] of several streams."""
+        """Return the rows before the first layer; hidden: as layers are given them."""
         parts = [self._rows(hidden)]
         if self._inputs_end > self._streams_end:
             parts += [of_layer.layer_input.squeeze(0) for of_layer in arguments]
@@ -38,11 +38,12 @@ class TokenState:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def hidden(self, state: Tensor) -> Tensor:
-        """Rows [T, …] -> hidden states as the model's layers take them, [1, T, H] or [S, 1, T, H]."""
+        """Rows [T, …] -> hidden states as layers are given them: [1, T, H], of streams [S, 1, T, H] or [1, T, S, H]."""
         streams = self._modules.streams
         if streams == 1:
             return state[None, :, : self._streams_end]
-        return state[:, : self._streams_end].view(len(state), streams, -1).transpose(0, 1)[:, None]
+        rows = state[:, : self._streams_end].view(len(state), streams, -1)
+        return rows[None] if self._modules.streams_axis else rows.transpose(0, 1)[:, None]
 
     def arguments(self, state: Tensor, layer: int, arguments: LayerArguments) -> LayerArguments:
         """Return what a layer is passed, with what these tokens carry for it."""
@@ -71,8 +72,8 @@ class TokenState:
         return after
 
     def _rows(self, hidden: Tensor) -> Tensor:
-        if self._modules.streams == 1:
-            return hidden.squeeze(0)
+        if self._modules.streams == 1 or self._modules.streams_axis:
+            return hidden.squeeze(0).flatten(1)
         return hidden.squeeze(1).transpose(0, 1).flatten(1)
 
     def _shared(self, state: Tensor) -> Iterator[tuple[SharedKeys, Tensor, Tensor]]:

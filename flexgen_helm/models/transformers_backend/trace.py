@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,12 +60,12 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """before, after: identities of the modules outside the layers that were called. streams: of hidden states."""
+    """before, after: identities of the modules outside the layers that were called. hidden: shape of hidden states."""
 
     layers: list[LayerTrace]
     before: set[int]
     after: set[int]
-    streams: int
+    hidden: tuple[int, ...]
 
 
 def trace_layers(model: LayeredModel) -> ModelTrace:
@@ -111,7 +111,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
             hidden = out
         with register_module_forward_pre_hook(lambda module, given: after.add(id(module))):
             model.after(hidden, positions)
-    return ModelTrace(layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1)
+    return ModelTrace(layers, before, after, tuple(hidden.shape))
 
 
 def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
@@ -221,7 +221,18 @@ def _noted(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Callable[
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module does what `nn.Linear` does, whatever its class adds."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and _multiplies(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _multiplies(linear_class: type[nn.Linear]) -> bool:
+    """Whether a class multiplies by its weight and adds its bias, tried where it has a forward pass of its own."""
+    if linear_class.forward is nn.Linear.forward:
+        return True
+    with suppress(Exception), torch.device("cpu"):  # whatever it is made with, or needs to run
+        x, trial = torch.randn(4, 2), linear_class(2, 3)
+        return torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6)
+    return False
 
 
 # What modules of experts may have, and `TransformersDecoder` reads.
