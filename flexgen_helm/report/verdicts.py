@@ -169,9 +169,9 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     worse = [one.run for one, found in zip(judged, rejected) if found and one.is_worse]
     total, within = f"{len(entries):,} run entries", f"within {100 * margin:g} % or pp"
     if len(entries) == 1:
-        decision = (
-            f"equivalent {within}" if equal else "worse" if worse else "not decided: neither equivalent nor worse"
-        )
+        decision = f"equivalent {within}" if equal else "worse" if worse else "not decided"
+        if not equal and rejected[0] and not worse:
+            decision = "better"
         text = f"{decision} in the only run entry: {entries[0]}"
     elif len(equal) == len(entries):
         text = f"equivalent everywhere, {within} ({total})"

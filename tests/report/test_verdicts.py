@@ -301,7 +301,7 @@ def test_the_suite_is_equivalent_only_if_every_entry_is():
     assert some.text == "not decided: 1 of 2 run entries are equivalent, and none is worse (Holm's correction)"
     worse = judged((0, 0, 500), (9, 0, 9))
     assert worse.text == "worse in 1 of 2 run entries (Holm's correction): b" and worse.worse == ["b"]
-    assert judged((0, 9, 9)).text == "not decided: neither equivalent nor worse in the only run entry: a"
+    assert judged((0, 9, 9)).text == "better in the only run entry: a"
     assert judged((0, 0, 500)).text == "equivalent within 1 % or pp in the only run entry: a"
     assert judged((9, 0, 9)).text == "worse in the only run entry: a"
 
