@@ -306,6 +306,7 @@ def test_a_tied_head_is_known_by_its_own_name(name):
     assert read.tied_head and HEAD_MATRIX not in tensor_shapes(read)
 
 
+@pytest.mark.one_release
 def test_every_class_runs_or_is_refused_by_name():
     runs = (set(supported()) - set(REFUSED)) | (NATIVE | OTHER_CLASSES) & set(causal_classes())
     refused = refused_classes()
