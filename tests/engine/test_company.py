@@ -27,7 +27,7 @@ pytestmark = [
 ]
 # Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a hybrid.
 FAST = ["llama", "gemma2", "opt-350m", "mixtral", "GptOssForCausalLM"]
-SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCausalLM"]
+SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCausalLM", "FalconForCausalLM"]
 CASES = [
     *((variant, "fp16") for variant in FAST),
     ("llama", "8bit"),
