@@ -60,6 +60,7 @@ class Order:
     limits: list[tuple[str, int]] = field(default_factory=list)
     converts: bool = True
     options: list[str] = field(default_factory=list)
+    batch_invariant: bool = True
     blocks: int | None = None
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
@@ -192,7 +193,8 @@ def _be_suite(order: Order, folder: Path) -> None:
 
         code = cli.main(["convert", order.model]) if order.converts else 0
         if code == 0:
-            arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", "--batch-invariant", *order.options]
+            arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", *order.options]
+            arguments += ["--batch-invariant"] * order.batch_invariant
             code = cli.main(["run", *arguments])
     except BaseException as error:
         import traceback

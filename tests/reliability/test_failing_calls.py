@@ -72,7 +72,7 @@ class FailingCalls:
 
     def run(self, fault: Fault | None = None) -> Outcome:
         order = (fault.call, fault.number, fault.error, fault.lasts) if fault else None
-        return self._suites.run("suite", fault=order, options=OPTIONS)
+        return self._suites.run("suite", fault=order, options=OPTIONS, batch_invariant=False)
 
     def _results(self) -> object:
         return self._suites.results("suite")
