@@ -19,6 +19,8 @@ from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.config import HEAD_MATRIX, tensor_shapes
 from flexgen_helm.models.transformers_backend import empty_model
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.interfaces import Bindings, Mask
+from flexgen_helm.models.transformers_backend.own_attention import OwnAttention
 from tests.helpers.backend_models import (
     NATIVE,
     REFUSED,
@@ -281,6 +283,33 @@ def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, tmp_path):
             layer.self_attn.indexer.index_topk = 1000
     difference = (model(input_ids=ids).logits - dense(input_ids=ids).logits).abs().amax(-1)[0]
     assert difference[:24].max() < 1e-5 < 0.01 < difference[24:].max()  # the guard's inverse
+
+
+def test_weights_of_an_indexer_are_read_by_a_class_that_has_one_alone(tmp_path):
+    """DeepSeek V3.2 by another name would attend to all keys, however many there are."""
+    saved("DeepseekV32ForCausalLM", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="indexer"):
+        Engine.from_pretrained(tmp_path, unverified=True)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q, k, v, mask: (q @ k + mask) @ v,  # no softmax
+        lambda q, k, v, mask: 2 * ((q @ k + mask).softmax(-1) @ v) + ((q @ k + mask).softmax(-1) * 2) @ v,
+        lambda q, k, v, mask: (q @ k + mask).softmax(-2) @ v,
+        lambda q, k, v, mask: (q @ k * torch.ones(2, 1, 1) + mask).softmax(-1) @ v,
+        lambda q, k, v, mask: (q @ k + mask + torch.zeros(3)).softmax(-1) @ v,
+        lambda q, k, v, mask: (q @ k + mask).tanh().softmax(-1) @ v,
+    ],
+)
+def test_attention_in_its_own_code_that_does_more_is_refused(attend):
+    q, v = torch.randn(2, 1, 2, 3, 4)
+    with OwnAttention(Bindings(lambda call: call.q)), pytest.raises(UnsupportedArchitectureError):
+        attend(q, q.transpose(-1, -2), v, Mask())
 
 
 @pytest.mark.slow

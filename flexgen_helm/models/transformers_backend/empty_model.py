@@ -45,9 +45,12 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.config._attn_implementation = IMPLEMENTATION  # masks are ours in any case
     model.set_experts_implementation(IMPLEMENTATION)
-    for module in [*model.modules()]:
+    modules = [*model.modules()]
+    if any("indexer" in module._modules for module in modules):
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = [*ignored, r"\.indexer\."]
+    for module in modules:
         adapt(module)
-    model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or ()), r"\.indexer\."]
     return model.eval()
 
 

@@ -21,17 +21,19 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, Bindings, Mask
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
-_WITHOUT_EFFECT = {F.softmax, torch.softmax, F.dropout}
+_SOFTMAX = {F.softmax, torch.softmax}
 
 
 class Scores:
-    """Stands for scores, or their softmax: the product of q and k times a factor.
+    """Stands for scores, the product of q and k times a factor; behind a softmax, for weights.
 
     q: [1, H, T, D] or [H, T, D]; k: [1, H, D, T] or [H, D, T], transposed as the module has it.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, scale: Any = 1.0, mask: Mask | None = None) -> None:
-        self.q, self.k, self.scale, self.mask = q, k, scale, mask
+    def __init__(
+        self, q: Tensor, k: Tensor, scale: Any = 1.0, mask: Mask | None = None, are_weights: bool = False
+    ) -> None:
+        self.q, self.k, self.scale, self.mask, self.are_weights = q, k, scale, mask, are_weights
         self.shape, self.dtype, self.device = torch.Size((*q.shape[:-1], k.shape[-1])), q.dtype, q.device
 
     @classmethod
@@ -42,15 +44,25 @@ class Scores:
         raise UnsupportedArchitectureError(f"it takes {name} of scores")
 
     def __mul__(self, factor: Any) -> Scores:
-        return Scores(self.q, self.k, self.scale * factor, self.mask)
+        return self._scaled(factor, self.scale * factor)
 
-    def __truediv__(self, factor: Any) -> Scores:
-        return Scores(self.q, self.k, self.scale / factor, self.mask)
+    def __truediv__(self, divisor: Any) -> Scores:
+        return self._scaled(divisor, self.scale / divisor)
+
+    def _scaled(self, factor: Any, scale: Any) -> Scores:
+        if self.are_weights or (isinstance(factor, Tensor) and factor.numel() != 1):
+            raise UnsupportedArchitectureError("it scales scores by head, or weights")
+        return Scores(self.q, self.k, scale, self.mask)
 
     def __add__(self, mask: Any) -> Scores:
-        if not isinstance(mask, Mask):
+        if self.are_weights or not isinstance(mask, Mask):
             raise UnsupportedArchitectureError("it adds more to scores than a mask")
         return Scores(self.q, self.k, self.scale, mask)
+
+    def softmax(self, dim: int, **named: Any) -> Scores:
+        if self.are_weights or dim not in (-1, len(self.shape) - 1):
+            raise UnsupportedArchitectureError("it takes another softmax of scores than over keys")
+        return Scores(self.q, self.k, self.scale, self.mask, are_weights=True)
 
     def __matmul__(self, values: Tensor) -> Tensor:
         return torch.matmul(self, values)  # type: ignore[arg-type]  # to `OwnAttention`
@@ -77,9 +89,11 @@ class OwnAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(args[0] if args else None, Scores):
-            if func in _WITHOUT_EFFECT:
+            if func is F.dropout:
                 return args[0]
-            if func in _PRODUCTS:
+            if func in _SOFTMAX:
+                return args[0].softmax(*args[1:], **kwargs)
+            if func in _PRODUCTS and args[0].are_weights:
                 return self._attend(args[0], args[1])
         if func in _PRODUCTS and _are_queries_and_keys(*args[:2]):
             return Scores(args[0], args[1])

@@ -229,7 +229,11 @@ def _multiplies(linear_class: type[nn.Linear]) -> bool:
     """Whether a class multiplies by its weight and adds its bias, tried where it has a forward pass of its own."""
     if linear_class.forward is nn.Linear.forward:
         return True
-    with suppress(Exception), torch.device("cpu"):  # whatever it is made with, or needs to run
+    with (
+        suppress(Exception),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+    ):  # whatever it is made with, or needs to run
         x, trial = torch.randn(4, 2), linear_class(2, 3)
         return torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6)
     return False
