@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_as
@@ -229,14 +229,19 @@ def trial_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def random_reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
-    """Save a random model in 16 bits; return it in float32, with the same values."""
+    """Save a random model in 16 bits; return it in float32, with the same values.
+
+    Of buffers, biases alone are random: others, such as MiniMax's decays, belong together.
+    """
     torch.manual_seed(seed)
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor.is_floating_point():
-                tensor.copy_(tensor.normal_(0.0, _DEVIATION).half().float())
+                if isinstance(tensor, nn.Parameter) or tensor.dim() == 1:
+                    tensor.normal_(0.0, _DEVIATION)
+                tensor.copy_(tensor.half().float())
     values = model.state_dict()
     stored = {name: x.half() if x.is_floating_point() else x for name, x in values.items()}
     # transformers saves on the first rank of a pipeline only; each of ours proves what its own machine has.

@@ -145,6 +145,11 @@ class ModelConfig(Identified, ABC):
         return False
 
     @property
+    def context_end(self) -> str:
+        """Say what begins behind the context, where that is shorter than the model's; "" where it is not."""
+        return ""
+
+    @property
     def caps_logits(self) -> bool:
         return False
 

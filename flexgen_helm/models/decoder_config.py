@@ -93,7 +93,7 @@ class DecoderConfig(
     ModelConfig,
     name="ModelSpec",
     first_version=FIRST_VERSION,
-    later="qk_norm_all_heads layers_before layers_after chunked",
+    later="qk_norm_all_heads layers_before layers_after chunked norm_bias",
 ):
     """One model by its equations, filled by the module of its architecture (`models.architectures`)."""
 
@@ -117,6 +117,7 @@ class DecoderConfig(
     norm_plus_one: bool = False  # RMS norms multiply by 1 + weight (Gemma)
     attn_scale: float | None = None  # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
     final_softcap: float | None = None  # logits become cap tanh(logit / cap) (Gemma 2)
+    norm_bias: bool = True  # layer norms have biases (not in MPT)
     qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
 
     @property
@@ -177,7 +178,7 @@ class DecoderConfig(
     def _norm(self, name: str) -> TensorShapes:
         if self.norm_affine:
             yield f"{name}.weight", (self.hidden_size,)
-            if self.norm == "layernorm":
+            if self.norm == "layernorm" and self.norm_bias:
                 yield f"{name}.bias", (self.hidden_size,)
 
     def _mlp(self, name: str, size: int) -> TensorShapes:

@@ -231,6 +231,8 @@ def _set_states(full: Mapping[str, Any], small: dict[str, Any]) -> None:
     for name in ("mamba_n_heads", "mamba_num_heads"):
         if isinstance(full.get(name), int):
             small[name] = inner // HEAD_DIM
+    if "expand" in full and "head_dim" in full:  # Mamba 2
+        small["num_heads"], small["head_dim"] = inner // HEAD_DIM, HEAD_DIM
     if full.get("mamba_d_ssm") is not None:
         small["mamba_d_ssm"] = inner
     if "linear_num_key_heads" in full and full["linear_num_key_heads"] == full.get("linear_num_value_heads"):

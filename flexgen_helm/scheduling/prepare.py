@@ -293,7 +293,7 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
     if len(tokens) + max_tokens > config.max_positions + 1:
         raise RequestError(
             f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}, together beyond the model's window "
-            f"of {config.max_positions} tokens; shorten the prompt or lower max_tokens"
+            f"of {config.max_positions} tokens{config.context_end}; shorten the prompt or lower max_tokens"
         )
     if request.request.top_logprobs > config.vocab_size:
         raise RequestError(

@@ -32,6 +32,7 @@ WORDS = {
     },
     "norm_affine": "norms without weights",
     "final_norm": "",
+    "norm_bias": "norms without biases",
     "qkv_bias": "biases",
     "out_bias": "biases",
     "mlp_bias": "biases",

@@ -32,6 +32,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
         global_head_dim=16, enable_moe_block=True, top_k_experts=2,
     ),
+    "CohereCompassForCausalLM": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict.fromkeys(
+            ("sliding_attention", "full_attention"), dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1])
+        ),
+    ),
     **dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), dict(rotary_dim=4)),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
     "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
@@ -83,7 +89,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 # Of these a default config makes no model: it lacks entries that only published configs have, or a library.
 UNBUILT = {
-    "CohereCompassForCausalLM",
     "Gemma3nForConditionalGeneration",
     "Gemma4AssistantForCausalLM",
     "Gemma4UnifiedAssistantForCausalLM",

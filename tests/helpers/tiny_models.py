@@ -174,6 +174,18 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "gpt2-untied": lambda: tiny_config(
         "GPT2Config", _GPT2, n_inner=70, tie_word_embeddings=False, scale_attn_weights=False
     ),
+    "gpt-neo": lambda: tiny_config(
+        "GPTNeoConfig",
+        _COMMON,
+        hidden_size=48,
+        num_layers=3,
+        num_heads=6,
+        max_position_embeddings=96,
+        window_size=11,
+        attention_types=[[["global", "local"], 1], [["local"], 1]],
+        bos_token_id=0,
+    ),
+    "mpt": lambda: tiny_config("MptConfig", _COMMON, d_model=48, n_heads=6, n_layers=3, max_seq_len=96),
     "pythia": lambda: tiny_config("GPTNeoXConfig", _NEOX),
     "gpt-neox-one-after-the-other": lambda: tiny_config(
         "GPTNeoXConfig",

@@ -49,7 +49,9 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo2ForCausalLM": ("Olmo2Config", dict(attention_bias=True)),
     "OPTForCausalLM": ("OPTConfig", dict(ffn_dim=40, word_embed_proj_dim=48, init_std=0.3)),
     "GPT2LMHeadModel": ("GPT2Config", dict(n_positions=64, intermediate_size=None)),
+    "GPTNeoForCausalLM": ("GPTNeoConfig", dict(attention_types=[[["global", "local"], 1]], window_size=5)),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", dict(hidden_size=64)),
+    "MptForCausalLM": ("MptConfig", dict(max_seq_len=64)),
     "BloomForCausalLM": ("BloomConfig", {}),
 }  # fmt: skip
 # Without meaning for the numbers, or of how a program runs a model.
@@ -74,6 +76,14 @@ ENTRIES: dict[str, list[Any]] = {
     "n_head": [2],
     "n_layer": [1],
     "n_positions": [32],
+    "attention_types": [[[["local"], 2]], [[["local"], 1]], [[["local", "sparse"], 1]]],
+    "window_size": [3],
+    "attn_config": [
+        {name: value}
+        for name, value in dict(
+            clip_qkv=0.5, qk_ln=True, prefix_lm=True, alibi=False, alibi_bias_max=4, softmax_scale=0.7
+        ).items()
+    ],
     "num_experts": [4],
     "num_local_experts": [4],
     "sliding_window": [None, 3],

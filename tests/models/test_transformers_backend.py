@@ -274,7 +274,7 @@ def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, tmp_path):
     with Engine.from_pretrained(tmp_path) as engine:
         whole, longer, short = engine.run(asked)
     assert max(off(model, result) for result in (whole, short)) < TOLERANCE
-    assert "26" in str(longer.error) and "24" in str(longer.error)
+    assert "26 tokens" in str(longer.error) and "24 tokens, where its sparse attention begins;" in str(longer.error)
     ids = torch.tensor([[*range(5, 45)]])
     model.config.index_topk = 1000
     dense = copy.deepcopy(model)
@@ -322,9 +322,9 @@ def test_a_class_without_the_interface_is_refused(name, tmp_path):
 
 
 def test_a_class_with_attention_of_its_own_is_refused_by_name(tmp_path):
-    transformers.MptForCausalLM._from_config(tiny_config("MptForCausalLM")).half().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedArchitectureError, match="MptForCausalLM computes attention in a way"):
-        Engine.from_pretrained(tmp_path)
+    write_config(tmp_path, "CpmAntForCausalLM", tiny_config("CpmAntForCausalLM"))
+    with pytest.raises(UnsupportedArchitectureError, match="CpmAntForCausalLM computes attention in a way"):
+        Engine.from_pretrained(tmp_path, weights="dummy")
 
 
 @pytest.mark.parametrize("name", ["BioGptForCausalLM", "ModernBertDecoderForCausalLM"])
@@ -339,7 +339,7 @@ def test_a_tied_head_is_known_by_its_own_name(name):
 def test_every_class_runs_or_is_refused_by_name():
     runs = (set(supported()) - set(REFUSED)) | (NATIVE | OTHER_CLASSES) & set(causal_classes())
     refused = refused_classes()
-    assert len(runs) >= 140 and not runs & refused and runs | refused == set(causal_classes()) | UNBUILT
+    assert len(runs) >= 150 and not runs & refused and runs | refused == set(causal_classes()) | UNBUILT
 
 
 @pytest.mark.parametrize(

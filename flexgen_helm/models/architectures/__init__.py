@@ -14,8 +14,8 @@ from flexgen_helm.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
-        gpt.BLOOM, gemma.GEMMA2, gemma.GEMMA3, gpt.GPT2, gpt.GPT_NEOX, llama.LLAMA, llama.MISTRAL, llama.MIXTRAL,
-        llama.OLMO2, gpt.OPT, llama.PHI3, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE,
+        gpt.BLOOM, gemma.GEMMA2, gemma.GEMMA3, gpt.GPT2, gpt.GPT_NEO, gpt.GPT_NEOX, llama.LLAMA, llama.MISTRAL,
+        llama.MIXTRAL, gpt.MPT, llama.OLMO2, gpt.OPT, llama.PHI3, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Decoders like GPT-2: layer norms, biases, no gate. OPT, GPT-2, GPT-NeoX (Pythia) and BLOOM."""
+"""Decoders like GPT-2: layer norms, no gate. OPT, GPT-2, GPT-Neo, GPT-NeoX (Pythia), BLOOM and MPT."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources, sources
-from flexgen_helm.models.architectures.fields import Config, activation_of, decoder_config, read_rope
+from flexgen_helm.models.architectures.fields import Config, activation_of, decoder_config, layer_indices, read_rope
 from flexgen_helm.models.decoder_config import DecoderConfig
 
 
@@ -134,6 +134,53 @@ GPT2 = Architecture(
 )  # fmt: skip
 
 
+def read_gpt_neo(config: Config) -> DecoderConfig:
+    config = _renamed(config, num_layers="num_hidden_layers", num_attention_heads="num_heads")
+    hidden, layers = config["hidden_size"], layer_indices(config)
+    kinds = config.get("attention_layers") or [
+        kind for kinds, count in config["attention_types"] for _ in range(count) for kind in kinds
+    ]
+    if len(kinds) != len(layers) or not {*kinds} <= {"global", "local"}:
+        raise UnsupportedArchitectureError(f"GPT-Neo with the attention_layers {kinds} is not supported")
+    return _gpt_config(
+        config,
+        "gpt_neo",
+        hidden,
+        config["num_heads"],
+        num_layers=len(layers),
+        ffn_size=config.get("intermediate_size") or 4 * hidden,
+        max_positions=config["max_position_embeddings"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation=activation_of("GPT-Neo", config.get("activation_function", "gelu_new")),
+        qkv_bias=False,
+        attn_scale=1.0,
+        windows=tuple(config.get("window_size", 256) if kind == "local" else None for kind in kinds),
+    )
+
+
+# Learned positions, windows in every other layer, scores without a factor, tied head.
+GPT_NEO = Architecture(
+    "gpt_neo",
+    ("GPTNeoForCausalLM", "GPTNeoModel"),
+    read_gpt_neo,
+    sources({
+        "embed.tokens.weight": "wte.weight",
+        "embed.positions.weight": "wpe.weight",
+        "head.norm": "ln_f",
+        "head.lm.weight": "lm_head.weight",
+        "layers.{i}.attn_norm": "h.{i}.ln_1",
+        "layers.{i}.attn.q": "h.{i}.attn.attention.q_proj",
+        "layers.{i}.attn.k": "h.{i}.attn.attention.k_proj",
+        "layers.{i}.attn.v": "h.{i}.attn.attention.v_proj",
+        "layers.{i}.attn.o": "h.{i}.attn.attention.out_proj",
+        "layers.{i}.mlp_norm": "h.{i}.ln_2",
+        "layers.{i}.mlp.up": "h.{i}.mlp.c_fc",
+        "layers.{i}.mlp.down": "h.{i}.mlp.c_proj",
+    }),
+    prefixes=("transformer.", ""),
+)  # fmt: skip
+
+
 def read_gpt_neox(config: Config) -> DecoderConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") not in (None, hidden // heads):
@@ -225,5 +272,52 @@ BLOOM = Architecture(
         "head.lm.weight": "lm_head.weight",
     })
     | _fused_blocks("h.{i}", "self_attention"),
+    prefixes=("transformer.", ""),
+)  # fmt: skip
+
+
+def read_mpt(config: Config) -> DecoderConfig:
+    config = _renamed(config, hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers")
+    attention = config.get("attn_config") or {}
+    usual = {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "alibi": True, "alibi_bias_max": 8, "no_bias": True}
+    for name, value in {**usual, "logit_scale": None}.items():
+        if (given := {**config, **attention}.get(name)) not in (None, value):
+            raise UnsupportedArchitectureError(f"MPT with {name} {given!r} is not supported")
+    hidden = config["d_model"]
+    return _gpt_config(
+        config,
+        "mpt",
+        hidden,
+        config["n_heads"],
+        num_layers=config["n_layers"],
+        ffn_size=4 * hidden,
+        max_positions=config["max_seq_len"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_bias=False,
+        activation="gelu",
+        alibi=True,
+        attn_scale=attention.get("softmax_scale"),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+
+
+# MPT (7B, 30B): ALiBi, no biases.
+MPT = Architecture(
+    "mpt",
+    ("MptForCausalLM", "MptModel", "MPTForCausalLM"),
+    read_mpt,
+    sources({
+        "embed.tokens.weight": "wte.weight",
+        "head.norm": "norm_f",
+        "head.lm.weight": "lm_head.weight",
+        "layers.{i}.attn_norm": "blocks.{i}.norm_1",
+        "layers.{i}.attn.o": "blocks.{i}.attn.out_proj",
+        "layers.{i}.mlp_norm": "blocks.{i}.norm_2",
+        "layers.{i}.mlp.up": "blocks.{i}.ffn.up_proj",
+        "layers.{i}.mlp.down": "blocks.{i}.ffn.down_proj",
+    })
+    | fused_sources("layers.{i}.attn", ("q", "k", "v"), "blocks.{i}.attn.Wqkv"),
     prefixes=("transformer.", ""),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -296,6 +297,11 @@ class TransformersConfig(
     @property
     def num_streams(self) -> int:
         return self.modules.streams
+
+    @property
+    def context_end(self) -> str:
+        is_sparse = json.loads(self.modules.text).get("index_topk") == self.max_positions
+        return ", where its sparse attention begins" if is_sparse else ""
 
     @cached_property
     def state_size(self) -> int:

@@ -175,7 +175,7 @@ class TransformersDecoder:
         y = self._weights.linear(path, x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
-    def _mix(self, runner: MixerRunner, *positional: Any, **named: Any) -> Tensor:
+    def _mix(self, runner: MixerRunner, *positional: Any, **named: Any) -> Tensor | tuple[Tensor | None, ...]:
         assert self._state_groups is not None
         return runner.forward(self._state_groups(), self._linear, positional, named)
 

@@ -31,10 +31,15 @@ class Mask:
     """Stands for an attention mask: causal, over a window; None for all earlier positions.
 
     is_causal: False for any other mask.
+    shape: that the mask would have.
     """
 
     window: Window | None = None
     is_causal: bool = True
+    shape: tuple[int, ...] = ()
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
 
     def __getitem__(self, rows: Any) -> Mask:
         """Return what is meant for some of the queries (Gemma 4 takes all of them so)."""
@@ -165,10 +170,11 @@ class _Latents:
 def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
     windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    shape = sizes.get("batch_size", 1), 1, sizes.get("q_length", 0), sizes.get("kv_length", 0)
     if mask_function is None or not is_traced.get():
-        return Mask(windows[0])
+        return Mask(windows[0], shape=shape)
     fitting = (window for window in windows if _is_causal_window(mask_function, window))
-    return next((Mask(window) for window in fitting), Mask(is_causal=False))
+    return next((Mask(window, shape=shape) for window in fitting), Mask(is_causal=False))
 
 
 def _is_causal_window(mask_function: Any, window: Window | None) -> bool:

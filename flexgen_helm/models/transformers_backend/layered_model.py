@@ -172,12 +172,13 @@ class LayeredModel:
         Masks on the meta device have no values, and models with recurrent layers read them.
         """
         positions = arguments["position_ids"]
-        counts = "position_ids" not in parameter_names(self.base)
-        if counts:  # it numbers tokens from those that its cache has on
-            arguments = {**arguments, "past_key_values": PastOfTokens(positions)}
+        names = {*parameter_names(self.base)}
+        if "position_ids" not in names:  # it numbers tokens from those that its cache has on
+            caches = cache_names(self.base) | names & {"past_key_values", "cache"}  # not all are annotated
+            arguments = {**arguments, **dict.fromkeys(caches, PastOfTokens(positions))}
         if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):  # as many as positions of a sequence
             arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
-        without_values = positions.device.type == "meta" and not counts and not self.own_attention
+        without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
         with _KnownMask(mask) if self.has_states else nullcontext():
@@ -278,10 +279,10 @@ class PastOfTokens:
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+    def get_seq_length(self, layer_idx: int = 0) -> TokensBefore:
         """Return the number of tokens before, which models add to 0 … T - 1 to have positions [T]."""
         positions = self._positions[0]
-        return positions - torch.arange(len(positions), device=positions.device)
+        return TokensBefore(positions - torch.arange(len(positions), device=positions.device))
 
     # Sizes of masks, which are not made.
 
@@ -296,6 +297,25 @@ class PastOfTokens:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"its layers ask their cache for {name}")
+
+
+class TokensBefore:
+    """Stands for the number of tokens before each, [T]; a range from there to as many more is their positions."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+
+    def __add__(self, more: int) -> TokensBefore:
+        return TokensBefore(self._counts + more)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [value._counts if isinstance(value, cls) else value for value in args]
+        if func is torch.arange:
+            return values[0] + torch.arange(len(values[0]), device=values[0].device)
+        return func(*values, **(kwargs or {}))
 
 
 class _KnownMask(TorchFunctionMode):

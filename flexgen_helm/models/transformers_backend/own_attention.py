@@ -34,7 +34,8 @@ class Scores:
         self, q: Tensor, k: Tensor, scale: Any = 1.0, mask: Mask | None = None, are_weights: bool = False
     ) -> None:
         self.q, self.k, self.scale, self.mask, self.are_weights = q, k, scale, mask, are_weights
-        self.shape, self.dtype, self.device = torch.Size((*q.shape[:-1], k.shape[-1])), q.dtype, q.device
+        self.shape, self.dtype = torch.Size((*q.shape[:-1], k.shape[-1])), q.dtype
+        self.device = torch.device("cpu")  # of the limits that a module makes for scores
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +91,8 @@ class OwnAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(args[0] if args else None, Scores):
             if func is F.dropout:
+                return args[0]
+            if func is torch.max and args[1].numel() == 1 and float(args[1]) <= torch.finfo(args[0].dtype).min:
                 return args[0]
             if func in _SOFTMAX:
                 return args[0].softmax(*args[1:], **kwargs)

@@ -92,22 +92,21 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
         for layer, of_layer in enumerate(trace.layers)
     ]
     calls = [call for call in by_layer if call is not None]
-    if not calls:
-        raise UnsupportedArchitectureError(f"{name} has no layer with attention")
     windows = {call.mask.window for call in calls if call.mask.window is not None}
     if len({window.is_chunked for window in windows}) > 1:
         raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
     modules = _modules(model, trace, kinds, by_layer, text)
     # The most key heads and the largest group may be of two layers: no layer has more query heads than their product.
-    kv_heads = max(call.k.shape[1] for call in calls)
-    group = max(call.q.shape[1] // call.k.shape[1] for call in calls)
+    # Without attention, no layer has keys.
+    kv_heads = max((call.k.shape[1] for call in calls), default=1)
+    group = max((call.q.shape[1] // call.k.shape[1] for call in calls), default=1)
     return TransformersConfig(
         architecture=architecture,
         num_layers=len(kinds),
         hidden_size=config.hidden_size,
         num_heads=group * kv_heads,
         num_kv_heads=kv_heads,
-        head_dim=max(call.k.shape[2] for call in calls),
+        head_dim=max((call.k.shape[2] for call in calls), default=1),
         ffn_size=max(kind.widest for kind in modules.kinds),
         vocab_size=model.model.get_output_embeddings().out_features,
         max_positions=_max_positions(config) - model.first_position,

@@ -82,6 +82,12 @@ class StateCache(PastOfTokens):
         self._on_state()
         return self._layer.update_recurrent_state(recurrent_states, state_idx, **named)
 
+    def get_linear_cache(self, layer_idx: int) -> Any:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
@@ -123,7 +129,7 @@ class MixerRunner:
         product: Callable[[str, Tensor], Tensor],
         positional: tuple[Any, ...],
         named: Mapping[str, Any],
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """Return what the module gives for hidden states [1, T, H].
 
         positional, named: what it was called with; the first tensor are the hidden states.
@@ -131,6 +137,7 @@ class MixerRunner:
         hidden = next(iter((*positional, *named.values())))
         self._projected = {path: product(path, hidden) for path in self.mixer.inputs}
         out: Tensor | None = None
+        beside: tuple[None, ...] = ()  # what it returns besides, such as the state
         try:
             for group in _token_by_token(groups) if self.mixer.one_by_one else groups:
                 self._group = group
@@ -147,7 +154,9 @@ class MixerRunner:
 
                 words = {name: None if name == "attention_mask" else given(value) for name, value in named.items()}
                 part = self._forward(*map(given, positional), **words)
-                part = (part[0] if isinstance(part, tuple) else part).flatten(0, 1)
+                if isinstance(part, tuple):
+                    part, beside = part[0], (None,) * (len(part) - 1)
+                part = part.flatten(0, 1)
                 group.keep(cache.states())
                 if out is None:
                     out = part.new_empty((hidden.shape[1], part.shape[1]))
@@ -155,7 +164,8 @@ class MixerRunner:
         finally:
             self._group, self._projected = None, {}
         assert out is not None
-        return product(self.mixer.output, out[None]) if self.mixer.output else out[None]
+        out = product(self.mixer.output, out[None]) if self.mixer.output else out[None]
+        return (out, *beside) if beside else out
 
 
 def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
