@@ -195,12 +195,17 @@ def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[Mo
 
 
 def quantized_by(model: str | os.PathLike[str]) -> str | None:
-    """Return the method by which the weights of a local folder are quantized; None for all other models."""
+    """Return the method by which a catalog model's or a local folder's weights are quantized; None for all others."""
     resolved = resolve(model)
-    if resolved.path is None or resolved.kind != "folder":
+    path = Path(CONFIG)
+    if resolved.entry is not None:
+        content = resolved.entry.published
+    elif resolved.path is not None and resolved.kind == "folder":
+        path = (resolved.path.parent if resolved.path.is_file() else resolved.path) / CONFIG
+        content = read_json(path)
+    else:
         return None
-    path = (resolved.path.parent if resolved.path.is_file() else resolved.path) / CONFIG
-    quantization = read_quantization(read_json(path), path)
+    quantization = read_quantization(content, path)
     return None if quantization is None else quantization.method
 
 

@@ -24,6 +24,7 @@ def traced_entries() -> list[CatalogEntry]:
 def trace(entry: CatalogEntry) -> dict[str, Any]:
     """The record that transformers' own modules give, as JSON types."""
     content = {**entry.published, "architectures": [entry.architecture]}
+    content.pop("quantization_config", None)  # how weights are stored is no part of the model
     config = architecture_of_config(content).read_config(content)
     record: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return record
