@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flexgen_helm.errors import RequestError
 
@@ -17,6 +17,15 @@ MAX_TOP_LOGPROBS = 20
 FinishReason = Literal["length", "stop", "endoftext"]
 # The most probable tokens at one place and their log-probabilities; the first is what a temperature of 0 draws.
 TopLogprobs = tuple[tuple[int, float], ...]
+
+
+class ThinkingMarks(NamedTuple):
+    """What a model writes around its thoughts, and around the answer behind them ('' if nothing)."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    opening: str = ""
+    closing: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class ThinkingFormat:
     begins_inside: bool = False
     budget: int | None = None
     end_ids: tuple[int, ...] = ()
+    marks: ThinkingMarks = ThinkingMarks()
 
 
 @dataclass(frozen=True)

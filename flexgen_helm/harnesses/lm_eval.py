@@ -42,7 +42,6 @@ from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
-from flexgen_helm.tokenizer.thinking import END
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class _ThinkEnd(NamedTuple):
 
     id: None if it is several tokens.
     text: None if it was given as an id.
-    engine_knows_it: it is `</think>`. For another end the engine draws without stop strings, which are applied
+    engine_knows_it: it is the chat template's. For another end the engine draws without stop strings, which are applied
         afterwards, behind the end.
     """
 
@@ -197,11 +196,12 @@ class FlexgenLM(TemplateLM):
         self._generation_settings = read_generation(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
         self._think_end, end = None, think_end_token
+        known = self._chat.thinking_format and self._chat.thinking_format.marks.end
         if isinstance(end, int):
-            self._think_end = _ThinkEnd(end, None, self.tokenizer.decode([end]) == END.decode())
+            self._think_end = _ThinkEnd(end, None, self.tokenizer.decode([end]) == known)
         elif end is not None:
             ids = self.tokenizer.encode(end, add_special_tokens=False)
-            self._think_end = _ThinkEnd(ids[0] if len(ids) == 1 else None, end, end == END.decode())
+            self._think_end = _ThinkEnd(ids[0] if len(ids) == 1 else None, end, end == known)
         self._scored: Sequence[Instance] = ()  # whose documents errors name
         if end is None and self._model.config.thinking_budget is not None:
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")

@@ -223,7 +223,7 @@ def _output(request: Request, prepared: HelmRequest, echoed: list[Token], comple
     """Return a completion; what a model thought is apart, and counts in no metric of the answer."""
     thinking = None
     if prepared.request.thinking is not None:
-        thinking, completion = split_thinking(completion, prepared.request.thinking.begins_inside)
+        thinking, completion = split_thinking(completion, prepared.request.thinking)
     tokens = echoed + [Token(text, float(logprob)) for text, logprob in zip(completion.tokens, completion.logprobs)]
     return GeneratedOutput(
         text=request.prompt + completion.text if request.echo_prompt else completion.text,

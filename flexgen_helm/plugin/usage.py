@@ -87,7 +87,7 @@ class HelmRun:
         thinking, response = request.request.thinking, self.responses.get(request.key)
         if thinking is None or response is None:
             return False
-        return any(is_unfinished(completion, thinking.begins_inside) for completion in response.result.completions)
+        return any(is_unfinished(completion, thinking) for completion in response.result.completions)
 
     def usage(self) -> dict[str, Any]:
         return runs_usage([self])

@@ -79,7 +79,7 @@ class CompletionState:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
-        self._thinking = ThinkingTracker(request.thinking.begins_inside) if request.thinking and token_bytes else None
+        self._thinking = ThinkingTracker(request.thinking) if request.thinking and token_bytes else None
         self._forced_from: int | None = None  # the draw from which on the end of thinking is forced
         self._matcher = StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
         self.finish_reason: FinishReason | None = None

@@ -28,7 +28,7 @@ from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.report.verification import Source
-from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments
@@ -72,7 +72,10 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
 
 def _plain(value: Any) -> Any:
     """Return the number of an array's element, or the fields of a record."""
-    return value.item() if hasattr(value, "item") else vars(value)
+    if hasattr(value, "item"):
+        return value.item()
+    # Keys are older than other marks than <think>.
+    return {name: field for name, field in vars(value).items() if field != ThinkingMarks()}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.request import GenerationRequest, ThinkingFormat
-from flexgen_helm.tokenizer.thinking import BEGIN, END, FORCED_END
+from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.tokenizer.thinking import MARKS, WRAPPERS
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 TemplateChoice = Literal["auto"] | bool
 Message = Mapping[str, Any]
 _TRIAL = "Hello"
+# A turn that shows how the template writes thoughts, under whichever name it takes them.
+_THOUGHT, _ANSWER = "Xyzzy", "Plugh"
+_TRIAL_TURN = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"), _THOUGHT
+)
 # What templates get as today's date: prompts must not change from day to day. Llama's own templates fall back to it.
 DATE = "2024-07-26"
 
@@ -88,13 +93,12 @@ class ChatFormat:
 
     def thinking(self, text: str) -> ThinkingFormat | None:
         """Return what the engine must know of a rendered prompt; None for a model that does not think."""
-        if not self._thinks:
+        known = self.thinking_format
+        if known is None:
             return None
         # What the template writes behind the last turn: a turn itself may speak of <think>.
         ending = self._ending if self._ending and text.endswith(self._ending) else text
-        begins_inside = ending.rfind(BEGIN.decode()) > ending.rfind(END.decode())
-        end_ids = tuple(self.tokenizer.encode(FORCED_END, add_special_tokens=False))
-        return ThinkingFormat(begins_inside, self.options.thinking_budget, end_ids)
+        return replace(known, begins_inside=ending.rfind(known.marks.begin) > ending.rfind(known.marks.end))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each rendered text, with BOS once if the tokenizer adds one."""
@@ -125,27 +129,47 @@ class ChatFormat:
             "template": template and hashlib.sha256(template.encode()).hexdigest()[:12],
             "kwargs": dict(self.options.chat_template_kwargs),
             "system_prompt": self.options.system_prompt,
-            "thinking_budget": self.options.thinking_budget if self._thinks else None,
+            "thinking_budget": self.options.thinking_budget if self.thinking_format else None,
             **({"date": DATE} if "strftime_now" in (template or "") else {}),
         }
 
     @cached_property
-    def _thinks(self) -> bool:
-        """Whether template or vocabulary know the end of thinking."""
-        end = END.decode()
-        in_vocabulary = len(self.tokenizer.encode(end, add_special_tokens=False)) == 1
-        return in_vocabulary or end in (self.tokenizer.chat_template or "")
+    def thinking_format(self) -> ThinkingFormat | None:
+        """What the engine must know of a prompt that ends outside thinking; None for a model that does not think."""
+        turn = self._behind_trial(_TRIAL_TURN)
+        before, _, rest = turn.partition(_THOUGHT)
+        between, is_answered, _ = rest.partition(_ANSWER)
+        seen = f"{self.tokenizer.chat_template}{turn}"
+
+        def known(pairs: Sequence[tuple[str, str]], index: int) -> list[tuple[str, str]]:
+            """Return the pairs of which template or vocabulary have one, those of the template first."""
+            alone = [p for p in pairs if len(self.tokenizer.encode(p[index], add_special_tokens=False)) == 1]
+            return [*(pair for pair in pairs if pair[index] in seen), *alone]
+
+        # Marks of no known kind are read off the turn.
+        read = (before.removeprefix(self._ending) or before).strip(), is_answered and between.strip()
+        pairs = known(MARKS, 1) + [read] * all(read)
+        if not pairs:
+            return None
+        marks = ThinkingMarks(*pairs[0], *[*known(WRAPPERS, 0), ("", "")][0])
+        end = between if marks.end in between and marks.end != "</think>" else f"\n{marks.end}\n\n"
+        end_ids = tuple(self.tokenizer.encode(end, add_special_tokens=False))
+        return ThinkingFormat(False, self.options.thinking_budget, end_ids, marks)
 
     @cached_property
     def _ending(self) -> str:
+        return self._behind_trial()
+
+    def _behind_trial(self, *turns: Message) -> str:
         """What the template writes behind a user's turn; '' if it cannot be known."""
         try:
-            return self.render_prompt(_TRIAL).rpartition(_TRIAL)[2]
+            messages = [{"role": "user", "content": _TRIAL}, *turns]
+            return self._render(messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
         except RequestError:
             return ""
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self.tokenizer.apply_chat_template(messages, **self.options.chat_template_kwargs)
+    def _render(self, messages: Sequence[Message], **more: bool) -> str:
+        return self.tokenizer.apply_chat_template(messages, **more, **self.options.chat_template_kwargs)
 
     def _checked(self, message: Message) -> Message:
         """Return a message whose content the template can render; parts are joined where it knows only text."""

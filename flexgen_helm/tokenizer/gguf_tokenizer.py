@@ -159,7 +159,7 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
 
 def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, tokens: list[str]) -> None:
     # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
-    bos_by_default = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _LLAMA3
+    bos_by_default = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
     adds_bos, adds_eos = metadata.get(Keys.Tokenizer.ADD_BOS, bos_by_default), metadata.get(Keys.Tokenizer.ADD_EOS)
     bos = metadata[Keys.Tokenizer.BOS_ID] if adds_bos else None
     eos = metadata[Keys.Tokenizer.EOS_ID] if adds_eos else None
@@ -177,27 +177,47 @@ def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, 
 # ---- byte-level BPE ("gpt2") ----
 
 # The pattern that came with GPT-4; vocabularies differ in how many digits stay together.
-_GPT4_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGIT = _GPT4.replace("{1,3}", "")
+# That of GPT-4o divides words before capital letters.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
+_GPT4O = _TEKKEN.replace("|", rf"{_CONTRACTIONS}?|", 2).replace(r"\p{N}|", r"\p{N}{1,3}|")
+_LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral"
+_WHOLE_WORDS = f"{_LLAMA3} tekken".split()  # add BOS too, where the file does not say
+_QWEN = "qwen2 deepseek-r1-qwen qwen35"
 
 
-def _gpt4_split(digits: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(_GPT4_PATTERN.replace("DIGITS", digits)), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _splits(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])
 # By `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    **dict.fromkeys(("gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS_SPLIT),
-    **dict.fromkeys(_LLAMA3, _gpt4_split(r"\p{N}{1,3}")),
-    **dict.fromkeys(_QWEN2, _gpt4_split(r"\p{N}")),
+    name: split
+    for names, split in (
+        ("gpt2 gpt-2 phi-2 olmo exaone4 granite-docling", _GPT2_SPLIT),
+        ("smollm starcoder refact command-r exaone", _SINGLE_DIGITS_SPLIT),
+        (f"{_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe", _splits(_GPT4)),
+        (f"{_QWEN} hunyuan solar-open grok-2", _splits(_DIGIT)),
+        ("qwen35", _splits(_DIGIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"))),
+        ("seed-coder", _splits(_DIGIT.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"))),
+        ("tekken", _splits(_TEKKEN)),
+        ("gpt-4o llama4 minimax-m2", _splits(_GPT4O)),
+        ("deepseek-v3 hunyuan-dense", _splits(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK)),
+    )
+    for name in names.split()
 }
 
 
@@ -210,10 +230,10 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
             "python -m gguf.scripts.gguf_new_metadata --pre-tokenizer RULE FILE COPY"
         )
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
-    # A whole word in Llama 3's vocabulary is one token, whether or not merges lead to it.
+    # A whole word of these vocabularies is one token, whether or not merges lead to it.
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
-    if pre in _QWEN2:
+    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in _QWEN.split():
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre])
     backend.decoder = decoders.ByteLevel()
@@ -228,9 +248,16 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
     merges = metadata.get(Keys.Tokenizer.MERGES)
     types = metadata.get(Keys.Tokenizer.TOKEN_TYPE, ())
     cut = {token for token, kind in zip(tokens, types) if kind in _CUT}
-    pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES], cut)
+    longest_run = 0
+    if merges:
+        pairs = _split_merges(merges)
+    else:
+        pairs, longest_run = _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES], cut)
     unknown = tokens[metadata.get(Keys.Tokenizer.UNK_ID, 0)]
     backend = Backend(BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    if longest_run:
+        longest = Regex(f"{SPACE_MARK}{{{longest_run}}}(?={SPACE_MARK})")
+        backend.pre_tokenizer = cast(Any, pre_tokenizers.Split(longest, behavior="isolated"))
     mark = normalizers.Replace(" ", SPACE_MARK)
     unmark = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get(Keys.Tokenizer.ADD_PREFIX, True):
@@ -242,11 +269,16 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
     return backend
 
 
-def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float], cut: set[str]) -> list[tuple[str, str]]:
+def _merges_from_scores(
+    vocab: dict[str, int], scores: Sequence[float], cut: set[str]
+) -> tuple[list[tuple[str, str]], int]:
     """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score.
 
-    Raises `CheckpointError` for pieces of the same score, unless they are `cut` out first: the leftmost of them would
-    be merged, which no order of merges expresses.
+    Of pieces of the same score the leftmost is merged, which no order of merges expresses. In Llama 2's vocabulary all
+    runs of spaces, and they alone, have the worst score: then a run is cut into longest ones from the left, and the
+    length of these is returned too, else 0.
+
+    Raises `CheckpointError` for other pieces of the same score, unless they are `cut` out first.
     """
     ranked = []
     for piece, i in vocab.items():
@@ -255,13 +287,20 @@ def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float], cut: set
         ranked += [(-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
     ranked.sort()
     formed = [(score, a + b) for score, *_, a, b in ranked if a + b not in cut]
+    runs = {piece for piece in vocab.keys() - cut if piece and not piece.strip(SPACE_MARK)}
+    are_whole = runs == {SPACE_MARK * (i + 1) for i in range(len(runs))} and all(
+        SPACE_MARK not in piece[1:] for piece in vocab.keys() - cut - runs
+    )
+    longest_run = 0
+    while are_whole and len(formed) > 1 and runs.issuperset((formed[-1][1], formed[-2][1])):
+        longest_run = len(runs) if formed.pop()[0] == formed[-1][0] else longest_run
     for (score, piece), (next_score, next_piece) in pairwise(formed):
         if score == next_score and piece != next_piece:
             raise CheckpointError(
                 f"the GGUF file gives {piece!r} and {next_piece!r} the same score, so the order of merges is not "
                 "known; use the model's safetensors folder or another conversion"
             )
-    return [(a, b) for *_, a, b in ranked]
+    return [(a, b) for *_, a, b in ranked], longest_run
 
 
 _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {

@@ -8,16 +8,34 @@ The chat template may write `<think>` at the end of the prompt; then the complet
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from flexgen_helm.request import Completion
+from flexgen_helm.request import Completion, ThinkingFormat
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
-BEGIN, END = b"<think>", b"</think>"
-# What a spent budget makes the model write.
-FORCED_END = "\n</think>\n\n"
+# What models write before and behind their thoughts. Template and vocabulary are searched for the second.
+MARKS = (
+    ("<|channel|>", "<|channel|>final<|message|>"),
+    ("<|channel>", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    ("Here is my thought process:", "Here is my response:"),
+    *((f"<{name}>", f"</{name}>") for name in ("think", "think:opensource", "longcat_think", "thought")),
+)
+# What some of them write around the answer.
+WRAPPERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ("<response>", "</response>"),
+    ("<answer>", "</answer>"),
+    ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+)
 
 
 class ThinkingTracker:
@@ -27,10 +45,12 @@ class ThinkingTracker:
     While a completion may still become `<think>` they wait.
     """
 
-    __slots__ = ("_at", "_stage", "num_thinking_tokens")
+    __slots__ = ("_at", "_begin", "_end", "_opening", "_stage", "num_thinking_tokens")
 
-    def __init__(self, begins_inside: bool) -> None:
-        self._stage: Literal["undecided", "thinking", "after", "answer"] = "thinking" if begins_inside else "undecided"
+    def __init__(self, thinking: ThinkingFormat) -> None:
+        self._begin, self._end, self._opening, _ = (mark.encode() for mark in thinking.marks)
+        self._stage: Literal["undecided", "thinking", "after", "answer"]
+        self._stage = "thinking" if thinking.begins_inside else "undecided"
         self._at = 0  # from where on to search, and in the end where the answer begins
         self.num_thinking_tokens = 0
 
@@ -48,66 +68,74 @@ class ThinkingTracker:
         self.num_thinking_tokens += self.is_thinking
         if self._stage == "undecided":
             text = bytes(data).lstrip()
-            if text.startswith(BEGIN):
-                self._stage, self._at = "thinking", len(data) - len(text) + len(BEGIN)
-            elif not BEGIN.startswith(text):
+            if text.startswith(self._begin):  # with which an end may begin
+                self._stage, self._at = "thinking", len(data) - len(text)
+            elif not self._begin.startswith(text):
                 self._stage = "answer"
         if self._stage == "thinking":
-            end = data.find(END, self._at)
+            end = data.find(self._end, self._at)
             # A later search finds an end that is cut in two now.
-            self._at = max(self._at, len(data) - len(END) + 1) if end < 0 else end + len(END)
+            self._at = max(self._at, len(data) - len(self._end) + 1) if end < 0 else end + len(self._end)
             if end >= 0:
                 self._stage = "after"
         if self._stage == "after":
-            while self._at < len(data) and data[self._at : self._at + 1].isspace():
-                self._at += 1
-            if self._at < len(data):
+            text = bytes(data[self._at :]).lstrip()
+            if self._opening and text.startswith(self._opening):
+                text, self._opening = text.removeprefix(self._opening).lstrip(), b""
+            self._at = len(data) - len(text)
+            if not self._opening.startswith(text):
                 self._stage = "answer"
 
     def finish(self) -> None:
         """Take a completion that ended undecided for an answer."""
-        if self._stage == "undecided":
+        if self._stage in ("undecided", "after"):
             self._stage = "answer"
 
 
-def split_thinking(completion: Completion, begins_inside: bool) -> tuple[str | None, Completion]:
+def split_thinking(completion: Completion, thinking: ThinkingFormat) -> tuple[str | None, Completion]:
     """Return the thinking of a completion and its answer; (None, completion) if there is no thinking.
 
     Thinking that has no end leaves an empty answer. An end without a beginning makes what precedes it thinking: some
     models begin inside thinking though their templates do not say so.
     """
+    begin, end, opening, closing = (mark.encode() for mark in thinking.marks)
     pieces = [helm_bytes(token) for token in completion.tokens]
     data = b"".join(pieces)
     text = data.lstrip()
-    start = len(data) - len(text) + len(BEGIN) if text.startswith(BEGIN) else 0
-    end = data.find(END)
-    if not (begins_inside or start) and end < 0:
-        return None, completion
-    if end < 0:
-        return _text(data[start:]).removeprefix("\n"), replace(
-            completion, text="", tokens=(), token_ids=(), logprobs=(), top_logprobs=()
-        )
-    answer = data[end + len(END) :].lstrip(b"\n")
-    answer_start = len(data) - len(answer)
-    borders = list(accumulate(map(len, pieces)))  # where each token ends
-    first = next((index for index, border in enumerate(borders) if border > answer_start), len(pieces))
-    tokens = completion.tokens[first:]
-    if tokens and borders[first] - answer_start < len(pieces[first]):  # the token that both have a part of
-        tokens = (helm_text(pieces[first][answer_start - borders[first] :]), *tokens[1:])
-    answered = replace(
+    start = len(data) - len(text) + len(begin) if text.startswith(begin) else 0
+    before, is_ended, answer = data.partition(end)
+    thought = None
+    if is_ended:
+        thought = _text(before[start:]).removeprefix("\n").removesuffix("\n")
+        answer = answer.lstrip(b"\n")
+    elif thinking.begins_inside or start:
+        thought = _text(data[start:]).removeprefix("\n")
+    else:
+        answer = data
+    if opening and answer.lstrip().startswith(opening):
+        answer = answer.lstrip().removeprefix(opening).lstrip(b"\n")
+    first = len(data) - len(answer)
+    if closing and answer.rstrip().endswith(closing):
+        answer = answer.rstrip().removesuffix(closing).rstrip(b"\n")
+    last = first + len(answer)
+    if last - first == len(data):
+        return thought, completion
+    borders = [0, *accumulate(map(len, pieces))]
+    kept = slice(bisect_right(borders, first, 1) - 1, bisect_left(borders, last) if last < len(data) else None)
+    cut = [helm_text(data[max(start, first) : min(stop, last)]) for start, stop in pairwise(borders)]
+    return thought, replace(
         completion,
         text=_text(answer),
-        tokens=tokens,
-        token_ids=completion.token_ids[first:],
-        logprobs=completion.logprobs[first:],
-        top_logprobs=completion.top_logprobs[first:],
+        tokens=tuple(cut[kept]),
+        token_ids=completion.token_ids[kept],
+        logprobs=completion.logprobs[kept],
+        top_logprobs=completion.top_logprobs[kept],
     )
-    return _text(data[start:end]).removeprefix("\n").removesuffix("\n"), answered
 
 
-def is_unfinished(completion: Completion, begins_inside: bool) -> bool:
+def is_unfinished(completion: Completion, thinking: ThinkingFormat) -> bool:
     """Whether a completion ended while the model was still thinking."""
-    return split_thinking(completion, begins_inside)[0] is not None and END.decode() not in completion.text
+    return split_thinking(completion, thinking)[0] is not None and thinking.marks.end not in completion.text
 
 
 def _text(data: bytes) -> str:

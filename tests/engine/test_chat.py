@@ -8,7 +8,6 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.errors import UsageError
-from flexgen_helm.tokenizer.thinking import FORCED_END
 from tests.helpers.chat_models import add_template
 
 CHAT = [{"role": "user", "content": "the quick"}]
@@ -32,7 +31,7 @@ def test_a_budget_ends_thinking_with_the_models_own_probabilities(tiny, folder, 
     )
     options = {"chat_template_kwargs": {"think": True}}
     with Engine.from_pretrained(folder, thinking_budget=3, **options) as engine:
-        end = engine.tokenizer.encode(FORCED_END)
+        end = engine.tokenizer.encode("\n</think>\n\n")
         (result,) = engine.run([request])
     with Engine.from_pretrained(folder, **options) as engine:
         (free,) = engine.run([request])

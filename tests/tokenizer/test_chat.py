@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 from transformers.utils import chat_template_utils
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.request import GenerationRequest, ThinkingFormat
+from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions, TemplateChoice, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHAT_MODELS, CHATML
@@ -198,6 +199,77 @@ def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers):
         assert thinking is not None and not thinking.begins_inside
     plain = decide(tokenizers["instruct"])
     assert plain.thinking(plain.render_prompt("</think>")) is None
+
+
+# Thoughts and answer as templates of other kinds write them, the marks, and the end that a spent budget writes.
+WRITTEN = {
+    "tags of its own": ("<seed:think>{}</seed:think>\n{}", ("<seed:think>", "</seed:think>"), "</seed:think>\n"),
+    "channels": (
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
+        ("<|channel|>", "<|channel|>final<|message|>"),
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    "a channel": ("<|channel>thought\n{}\n<channel|>{}", ("<|channel>", "<channel|>"), "\n<channel|>"),
+    "around the answer": (
+        "<|START_THINKING|>{}<|END_THINKING|><|START_TEXT|>{}<|END_TEXT|>",
+        ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        "<|END_THINKING|><|START_TEXT|>",
+    ),
+    "recipients": (
+        " to=self<|message|>{}<|eom|><|start|>assistant to=user<|message|>{}",
+        ("to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>"),
+        "<|eom|><|start|>assistant to=user<|message|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("written, marks, end", WRITTEN.values(), ids=WRITTEN)
+def test_marks_of_thinking_are_read_off_the_template(tokenizers, written, marks, end, key):
+    """The template joins its marks from parts: its text alone does not have them."""
+    before, between, behind = (part.replace("<", "<' + '").replace("\n", "\\n") for part in written.split("{}"))
+    turn = f"{{{{ '{before}' + m.{key} + '{between}' + m.content + '{behind}' if m.{key} else m.content }}}}"
+    template = f"{{% for m in messages %}}[{{{{ m.role }}}}]{turn}{{% endfor %}}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    chat = decide(replace_template(tokenizers["instruct"], template))
+    found = chat.thinking(chat.render_prompt("What is <|channel|>?"))
+    assert found is not None and not found.begins_inside
+    assert found.marks == ThinkingMarks(*marks)
+    assert chat.tokenizer.decode(found.end_ids) == end
+    # The same, where the prompt ends inside.
+    inside = template.replace(
+        "{% if add_generation_prompt %}[assistant]", f"{{% if add_generation_prompt %}}[assistant]{{{{ '{before}' }}}}"
+    )
+    chat = decide(replace_template(tokenizers["instruct"], inside))
+    found = chat.thinking(chat.render_prompt("Hi"))
+    assert found is not None and found.begins_inside and found.marks.end == marks[1]
+
+
+@pytest.mark.parametrize(
+    "text, marks",
+    [
+        ("[THINK] … [/THINK]", ("[THINK]", "[/THINK]")),
+        ("◁/think▷", ("◁think▷", "◁/think▷")),
+        ("<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
+        ("<think></think><response>", ("<think>", "</think>", "<response>", "</response>")),
+        ("</think> and content.split('<answer>')", ("<think>", "</think>", "<answer>", "</answer>")),
+        ("[BEGIN FINAL RESPONSE]", ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[BEGIN FINAL RESPONSE]",
+                                    "[END FINAL RESPONSE]")),
+    ],
+)  # fmt: skip
+def test_marks_of_thinking_are_known_by_the_text_of_a_template(tokenizers, text, marks):
+    tokenizer = replace_template(tokenizers["instruct"], f"{CHATML}{{# {text} #}}")
+    found = decide(tokenizer).thinking_format
+    assert found is not None and found.marks == ThinkingMarks(*marks)
+
+
+def test_the_template_goes_before_the_vocabulary(tokenizers):
+    tokenizer = copy(tokenizers["instruct"])
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_special_tokens(["[THINK]", "[/THINK]"])
+    for text, end in (("", "[/THINK]"), ("</think>", "</think>")):
+        found = decide(Tokenizer(backend, chat_template=f"{CHATML}{{# {text} #}}")).thinking_format
+        assert found is not None and found.marks.end == end
 
 
 def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers):

@@ -9,6 +9,7 @@ import random
 import urllib.request
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.concurrency import stopped_by
@@ -194,6 +196,95 @@ def test_byte_level_splitting(tmp_path, pre):
     assert longest_number == {"gpt-2": 4, "smollm": 1, "llama-bpe": 3, "qwen2": 1}[pre]
     assert tokenizer.adds_bos == (pre == "llama-bpe")  # as llama.cpp does where the file does not say
     assert (tokenizer.eos_ids, tokenizer.eos_text) == ({2, 4, 5}, "</s>")  # <|end|> and <|endoftext|> by their texts
+
+
+CONTRACTIONS, SPACES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER, FIRST = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
+PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+# The patterns of the models' own tokenizer.json, by which a text is split one after another.
+PUBLISHED = {
+    "qwen2": [CONTRACTIONS + "|" + FIRST + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES],
+    "glm4": [CONTRACTIONS + "|" + FIRST + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES],
+    "seed-coder": [CONTRACTIONS + "|" + FIRST + r"\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + SPACES],
+    "gpt-4o": [
+        f"{FIRST}{UPPER}*{LOWER}+{CONTRACTIONS}?|{FIRST}{UPPER}+{LOWER}*{CONTRACTIONS}?"
+        + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES
+    ],
+    "tekken": [f"{FIRST}{UPPER}*{LOWER}+|{FIRST}{UPPER}+{LOWER}*" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        PUNCTUATION + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + SPACES,
+    ],
+}  # fmt: skip
+PUBLISHED["llama4"] = PUBLISHED["minimax-m2"] = PUBLISHED["gpt-4o"]
+PUBLISHED["hunyuan"], PUBLISHED["hunyuan-dense"] = PUBLISHED["qwen2"], PUBLISHED["deepseek-v3"]
+PUBLISHED["dbrx"] = PUBLISHED["chatglm-bpe"] = PUBLISHED["lfm2"] = PUBLISHED["glm4"]
+CHARACTERS = [
+    *"aAzZéÉßǅʰ世あ１½٣19 \t\n\r'\".,-/_|~[]{}@#`^\\$€👍\u0301\u200d\u00a0ـ",
+    "'s", "'LL", "  ", "\n\n", "hello", "HTTPServer", "can't", "123456", " x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", [*PUBLISHED, "qwen35"])
+def test_texts_are_split_by_the_models_own_patterns(tmp_path, pre):
+    content = {**vocabulary("gpt2"), "tokenizer.ggml.pre": pre}
+    tokenizer = load(write(tmp_path / "m.gguf", content))
+    tokens, merges = content["tokenizer.ggml.tokens"], learn("gpt2")[1]
+    if pre == "qwen35":
+        reference = Qwen3_5Tokenizer(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=merges
+        ).backend_tokenizer
+    else:
+        reference = reference_backend("gpt-2", tokens, merges)
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PUBLISHED[pre]]
+        reference.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        reference.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    draw = random.Random(pre)
+    for text in [*CORPUS[:3], *("".join(draw.choices(CHARACTERS, k=draw.randint(1, 14))) for _ in range(400))]:
+        cut = [pieces for pieces, _ in (reference.pre_tokenizer.pre_tokenize_str(text))]
+        assert [pieces for pieces, _ in tokenizer._backend.pre_tokenizer.pre_tokenize_str(text)] == cut, text
+        if pre != "lfm2":  # whole words of its vocabulary are tokens
+            assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False).ids, text
+
+
+def merged_leftmost(text: str, scores: dict[str, float]) -> list[str]:
+    """Sentencepiece's merging, step by step: the best piece that two neighbours form, the leftmost of equal ones."""
+    pieces = list(text)
+    while True:
+        formed = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
+        if not formed:
+            return pieces
+        _, i = min(formed)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+
+
+def test_runs_of_spaces_of_one_score_are_cut_from_the_left(tmp_path):
+    """As Llama 2's and Phi-3's vocabularies have them; where another piece has that score too, the order is unknown."""
+    words = ["▁", "a", "b", "n", "ab", "▁a", "▁b", "an", "▁ab", "ban", "▁ban"]
+    runs = ["▁" * length for length in range(2, 6)]
+    scores = {word: -float(i) for i, word in enumerate(words)} | dict.fromkeys(runs, -1e9)
+    pieces = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *scores]
+    special = len(pieces) - len(scores)
+    content = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [*TYPES, *[gguf.TokenType.BYTE] * 256, *[NORMAL] * len(scores)],
+        "tokenizer.ggml.scores": [0.0] * special + list(scores.values()),
+    }
+    tokenizer = load(write(tmp_path / "m.gguf", content))
+    draw = random.Random(4)
+    for _ in range(500):
+        text = "".join(draw.choices([" ", "   ", " " * 6, "a", "b", "ban", " b"], k=draw.randint(1, 9)))
+        found = [pieces[i] for i in tokenizer.encode(text, add_special_tokens=False)]
+        assert found == merged_leftmost("▁" + text.replace(" ", "▁"), scores), text
+    for name, change in {"tie": {"▁ban": -1e9}, "inside": {"a▁": -50.0, "▁▁▁▁▁": -1e9}}.items():
+        tied = scores | change
+        content["tokenizer.ggml.tokens"] = [*pieces[:special], *tied]
+        content["tokenizer.ggml.token_type"] = [*TYPES, *[gguf.TokenType.BYTE] * 256, *[NORMAL] * len(tied)]
+        content["tokenizer.ggml.scores"] = [0.0] * special + list(tied.values())
+        with pytest.raises(CheckpointError, match="the same score"):
+            load(write(tmp_path / f"{name}.gguf", content))
 
 
 def test_bos_eos_and_user_defined_tokens(tmp_path):

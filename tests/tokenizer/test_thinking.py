@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat
+from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat, ThinkingMarks
 from flexgen_helm.scheduling.sequence import CompletionState, DrawnToken
-from flexgen_helm.tokenizer.thinking import FORCED_END, split_thinking
+from flexgen_helm.tokenizer.thinking import is_unfinished, split_thinking
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
 
@@ -49,9 +49,13 @@ def completion(pieces: list[bytes], reason: str = "endoftext") -> Completion:
     return Completion(text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason)  # type: ignore
 
 
-def run(pieces: list[bytes], *, inside: bool = False, stop: tuple[str, ...] = (), **settings: int) -> CompletionState:
+def run(
+    pieces: list[bytes], *, inside: bool = False, stop: tuple[str, ...] = (), marks: ThinkingMarks = ThinkingMarks()
+) -> CompletionState:
     """Draw the pieces, as far as nothing ends the completion and no token is forced."""
-    request = GenerationRequest(prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside))
+    request = GenerationRequest(
+        prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside, marks=marks)
+    )
     state = CompletionState(request, 0, pieces.__getitem__)
     for token in range(len(pieces)):
         if state.push(DrawnToken(token, -1.0), {EOS}):
@@ -129,14 +133,14 @@ def test_without_a_thinking_format_the_first_stop_string_ends_everything():
 @settings(max_examples=25)
 @given(borders=borders)
 def test_parts_are_those_of_helms_parsers(parse, text, borders):
-    thinking, answer = split_thinking(completion(cut(text, borders)), begins_inside=False)
+    thinking, answer = split_thinking(completion(cut(text, borders)), ThinkingFormat())
     assert (thinking, answer.text) == PARSERS[parse](text)
 
 
 @given(borders=borders)
 def test_tokens_and_log_probabilities_are_those_of_the_answer(borders):
     whole = completion(cut(THOUGHT, borders))
-    thinking, answer = split_thinking(whole, begins_inside=False)
+    thinking, answer = split_thinking(whole, ThinkingFormat())
     assert (thinking, answer.text) == ("The user\nasks é👍.", "Paris.\nAnd so on")
     assert b"".join(map(helm_bytes, answer.tokens)).decode() == answer.text
     kept = len(answer.tokens)
@@ -159,9 +163,50 @@ def test_tokens_and_log_probabilities_are_those_of_the_answer(borders):
     ],
 )
 def test_where_thinking_begins_and_ends(text, inside, thinking, answer):
-    got, rest = split_thinking(completion([text.encode()], "length"), inside)
+    got, rest = split_thinking(completion([text.encode()], "length"), ThinkingFormat(inside))
     assert (got, rest.text, rest.finish_reason) == (thinking, answer, "length")
     assert bool(rest.tokens) == bool(answer)
+
+
+# Other marks
+
+CHANNELS = ThinkingMarks("<|channel|>", "<|channel|>final<|message|>")
+RESPONSES = ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>")
+ANSWERS = ThinkingMarks("<think>", "</think>", "<answer>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    "marks, inside, text, thinking, answer",
+    [
+        (CHANNELS, False, "<|channel|>analysis<|message|>Why\nso.<|end|>"
+         "<|start|>assistant<|channel|>final<|message|>Paris.",
+         "analysis<|message|>Why\nso.<|end|><|start|>assistant", "Paris."),
+        (CHANNELS, False, "<|channel|>final<|message|>Paris.", "", "Paris."),
+        (CHANNELS, False, "<|channel|>analysis<|message|>Why\nnot", "analysis<|message|>Why\nnot", ""),
+        (RESPONSES, True, "Why\nso.<|END_THINKING|><|START_TEXT|>Paris.<|END_TEXT|>", "Why\nso.", "Paris."),
+        (RESPONSES, False, "<|START_TEXT|>Paris.<|END_TEXT|>", None, "Paris."),
+        (RESPONSES, False, "Paris.", None, "Paris."),
+        (RESPONSES, True, "Why.<|END_THINKING|>Paris.", "Why.", "Paris."),
+        (ANSWERS, False, "<think>\nWhy\nso.\n</think>\n<answer>\nParis.\n</answer>", "Why\nso.", "Paris."),
+        (ANSWERS, False, "<think>Why.</think>\n\nParis: <answer>", "Why.", "Paris: <answer>"),
+        (ThinkingMarks("[THINK]", "[/THINK]"), False, "[THINK]Why\nso.[/THINK]Paris.", "Why\nso.", "Paris."),
+        (ThinkingMarks("<|channel>", "<channel|>"), False, "<|channel>thought\nWhy\n<channel|>Paris.",
+         "thought\nWhy", "Paris."),
+    ],
+)  # fmt: skip
+@settings(max_examples=25)
+@given(borders=borders)
+def test_other_marks_part_thinking_from_the_answer(marks, inside, text, thinking, answer, borders):
+    """Whatever the tokens; and a newline that ends the answer counts behind the marks only."""
+    thought_in = ThinkingFormat(inside, marks=marks)
+    pieces = cut(text, borders)
+    got, rest = split_thinking(completion(pieces), thought_in)
+    assert (got, rest.text) == (thinking, answer)
+    assert b"".join(map(helm_bytes, rest.tokens)).decode() == answer
+    assert len(rest.tokens) == len(rest.token_ids) == len(rest.logprobs)
+    assert is_unfinished(completion(pieces), thought_in) == (thinking is not None and not answer)
+    stopped = run(cut(f"{text}\nMore", borders), inside=inside, stop=("\n", "."), marks=marks).result()
+    assert split_thinking(completion([stopped.text.encode()]), thought_in)[1].text == answer.partition(".")[0]
 
 
 # The budget
@@ -172,7 +217,7 @@ VOCABULARY = {900: b"\n</", 901: b"think>", 902: b"\n\n", 1: b"<think>", 2: b"hm
 
 def forced(tokens: list[int], budget: int, inside: bool = False, max_tokens: int = 50) -> list[int | None]:
     """What is forced at each draw of a completion whose model would draw `tokens`."""
-    assert b"".join(VOCABULARY[i] for i in END_IDS).decode() == FORCED_END
+    assert b"".join(VOCABULARY[i] for i in END_IDS).decode() == "\n</think>\n\n"
     thinking = ThinkingFormat(inside, budget, END_IDS)
     request = GenerationRequest(prompt_token_ids=[1], max_tokens=max_tokens, thinking=thinking, temperature=1.0)
     state, seen = CompletionState(request, 0, VOCABULARY.__getitem__), []
