@@ -48,7 +48,8 @@ _SIZES = {
     "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size mamba_chunk_size chunk_size",
     4: "linear_num_value_heads",
     0: "num_hidden_layers n_layer n_layers num_layers",  # of parts that see or hear
-    2: "num_experts_per_tok moe_k moe_topk top_k_experts num_selected_experts n_group moe_router_num_groups "
+    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts num_selected_experts n_group "
+    "num_expert_group moe_router_num_groups "
     "n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups mamba_num_groups "
     "mamba_dt_rank linear_num_key_heads",
 }
@@ -189,8 +190,9 @@ def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
         small["first_k_dense_replace"] = min(numbers["first_k_dense_replace"], 1)
     if "moe_layer_end_index" in numbers:
         small["moe_layer_end_index"] = len(layers) - 1
-    if "topk_group" in numbers and "n_group" in numbers:  # experts are selected in as many groups as before, or fewer
-        small["topk_group"] = small["n_group"] if numbers["topk_group"] == numbers["n_group"] else 1
+    for groups in numbers.keys() & {"n_group", "num_expert_group"}:
+        if "topk_group" in numbers:  # experts are selected in as many groups as before, or fewer
+            small["topk_group"] = small[groups] if numbers["topk_group"] == numbers[groups] else 1
     for name in ("word_embed_proj_dim", "embedding_size"):
         if full.get(name) is not None and full[name] == full.get("hidden_size"):
             small[name] = HIDDEN

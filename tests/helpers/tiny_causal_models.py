@@ -34,9 +34,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     ),
     "CohereCompassForCausalLM": dict(
         layer_types=["sliding_attention", "full_attention"],
-        rope_parameters=dict.fromkeys(
-            ("sliding_attention", "full_attention"), dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1])
-        ),
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1])
+            for kind in ("sliding_attention", "full_attention")
+        },
     ),
     **dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), dict(rotary_dim=4)),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
