@@ -124,12 +124,13 @@ class ChatFormat:
 
     @property
     def _content(self) -> dict[str, Any]:
-        template = self.tokenizer.chat_template
+        template, thinking = self.tokenizer.chat_template, self.thinking_format
         return {
             "template": template and hashlib.sha256(template.encode()).hexdigest()[:12],
             "kwargs": dict(self.options.chat_template_kwargs),
             "system_prompt": self.options.system_prompt,
-            "thinking_budget": self.options.thinking_budget if self.thinking_format else None,
+            "thinking_budget": thinking.budget if thinking else None,
+            **({"thinking_marks": thinking.marks} if thinking and thinking.marks != ThinkingMarks() else {}),
             **({"date": DATE} if "strftime_now" in (template or "") else {}),
         }
 

@@ -236,6 +236,8 @@ def test_marks_of_thinking_are_read_off_the_template(tokenizers, written, marks,
     assert found is not None and not found.begins_inside
     assert found.marks == ThinkingMarks(*marks)
     assert chat.tokenizer.decode(found.end_ids) == end
+    assert chat.as_json()["thinking_marks"] == found.marks and list(marks)[1] in chat.identity
+    assert "thinking_marks" not in decide(tokenizers["thinking"]).as_json()
     # The same, where the prompt ends inside.
     inside = template.replace(
         "{% if add_generation_prompt %}[assistant]", f"{{% if add_generation_prompt %}}[assistant]{{{{ '{before}' }}}}"
