@@ -170,13 +170,16 @@ class ChatFormat:
             return ""
 
     def _render(self, messages: Sequence[Message], **more: bool) -> str:
+        messages = [self._checked(message) for message in messages]
         return self.tokenizer.apply_chat_template(messages, **more, **self.options.chat_template_kwargs)
 
     def _checked(self, message: Message) -> Message:
-        """Return a message whose content the template can render; parts are joined where it knows only text."""
+        """Return a message whose content the template can render: as one part where it knows only parts, or joined."""
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError("a message of the chat has no role; write {'role': 'user', 'content': '…'}")
         content = message.get("content")
+        if isinstance(content, str) and self._parts == "needed":
+            return {**message, "content": [{"type": "text", "text": content}]}
         if content is None or isinstance(content, str):
             return message
         if not isinstance(content, Sequence):
@@ -187,17 +190,20 @@ class ChatFormat:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise RequestError(f"the chat has a part of type {kind!r}, and flexgen models take text only")
             texts.append(part["text"])
-        return message if self._renders_parts else {**message, "content": "\n".join(texts)}
+        return message if self._parts else {**message, "content": "\n".join(texts)}
 
     @cached_property
-    def _renders_parts(self) -> bool:
-        """Whether the template renders a list of parts, and not its Python representation."""
+    def _parts(self) -> Literal["", "known", "needed"]:
+        """Whether the template renders a list of parts, and not its Python representation, or nothing else."""
+        plain, listed = map(self._trial, (_TRIAL, [{"type": "text", "text": _TRIAL}]))
+        return "needed" if _TRIAL in listed and _TRIAL not in plain else "known" if plain and plain == listed else ""
+
+    def _trial(self, content: Any) -> str:
         try:
-            contents = "text", [{"type": "text", "text": "text"}]
-            plain, listed = (self._render([{"role": "user", "content": content}]) for content in contents)
+            turn = {"role": "user", "content": content}
+            return self.tokenizer.apply_chat_template([turn], **self.options.chat_template_kwargs)
         except RequestError:
-            return False
-        return plain == listed
+            return ""
 
 
 def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool) -> ChatFormat:
@@ -225,7 +231,8 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
     decided = ChatFormat(tokenizer, applied, reason, options)
     if applied:
         try:
-            decided.render_prompt(_TRIAL)
+            if _TRIAL not in decided.render_prompt(_TRIAL):
+                raise RequestError("the template leaves the prompt out")
         except RequestError as error:
             ways = ["take --chat-template false"]
             ways += [] if options.system_prompt is None else ["leave the system prompt out"]
