@@ -86,7 +86,7 @@ class ChatFormat:
         system = self.options.system_prompt
         if system is None or any(message["role"] == "system" for message in messages):
             return self._render(messages)
-        text = self._render([{"role": "system", "content": system}, *messages])
+        text = self._render([self._checked({"role": "system", "content": system}), *messages])
         if system.strip() not in text:
             raise RequestError("the template leaves the system prompt out")
         return text
@@ -163,15 +163,17 @@ class ChatFormat:
 
     def _behind_trial(self, *turns: Message) -> str:
         """What the template writes behind a user's turn; '' if it cannot be known."""
-        try:
-            messages = [{"role": "user", "content": _TRIAL}, *turns]
-            return self._render(messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
-        except RequestError:
-            return ""
+        messages = map(self._checked, ({"role": "user", "content": _TRIAL}, *turns))
+        return self._tried(*messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
 
     def _render(self, messages: Sequence[Message], **more: bool) -> str:
-        messages = [self._checked(message) for message in messages]
         return self.tokenizer.apply_chat_template(messages, **more, **self.options.chat_template_kwargs)
+
+    def _tried(self, *messages: Message, **more: bool) -> str:
+        try:
+            return self._render(messages, **more)
+        except RequestError:
+            return ""
 
     def _checked(self, message: Message) -> Message:
         """Return a message whose content the template can render: as one part where it knows only parts, or joined."""
@@ -195,15 +197,9 @@ class ChatFormat:
     @cached_property
     def _parts(self) -> Literal["", "known", "needed"]:
         """Whether the template renders a list of parts, and not its Python representation, or nothing else."""
-        plain, listed = map(self._trial, (_TRIAL, [{"type": "text", "text": _TRIAL}]))
+        contents = _TRIAL, [{"type": "text", "text": _TRIAL}]
+        plain, listed = (self._tried({"role": "user", "content": content}) for content in contents)
         return "needed" if _TRIAL in listed and _TRIAL not in plain else "known" if plain and plain == listed else ""
-
-    def _trial(self, content: Any) -> str:
-        try:
-            turn = {"role": "user", "content": content}
-            return self.tokenizer.apply_chat_template([turn], **self.options.chat_template_kwargs)
-        except RequestError:
-            return ""
 
 
 def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool) -> ChatFormat:
