@@ -167,7 +167,8 @@ class ModelReader:
             if tokenizer is None:
                 raise UsageError(
                     f"the model {path} has no tokenizer files, and {harness} works with text; put its "
-                    "tokenizer.json beside the weights, or tokenizer.model, or vocab.json with merges.txt"
+                    "tokenizer.json beside the weights, or vocab.json with merges.txt (tokenizer.model, "
+                    "tiktoken.model and tekken.json are not read)"
                 )
             return PromptEncoder(tokenizer)
 

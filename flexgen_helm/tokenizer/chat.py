@@ -86,7 +86,7 @@ class ChatFormat:
         system = self.options.system_prompt
         if system is None or any(message["role"] == "system" for message in messages):
             return self._render(messages)
-        text = self._render([{"role": "system", "content": system}, *messages])
+        text = self._render([self._checked({"role": "system", "content": system}), *messages])
         if system.strip() not in text:
             raise RequestError("the template leaves the system prompt out")
         return text
@@ -124,12 +124,13 @@ class ChatFormat:
 
     @property
     def _content(self) -> dict[str, Any]:
-        template = self.tokenizer.chat_template
+        template, thinking = self.tokenizer.chat_template, self.thinking_format
         return {
             "template": template and hashlib.sha256(template.encode()).hexdigest()[:12],
             "kwargs": dict(self.options.chat_template_kwargs),
             "system_prompt": self.options.system_prompt,
-            "thinking_budget": self.options.thinking_budget if self.thinking_format else None,
+            "thinking_budget": thinking.budget if thinking else None,
+            **({"thinking_marks": thinking.marks} if thinking and thinking.marks != ThinkingMarks() else {}),
             **({"date": DATE} if "strftime_now" in (template or "") else {}),
         }
 
@@ -162,20 +163,25 @@ class ChatFormat:
 
     def _behind_trial(self, *turns: Message) -> str:
         """What the template writes behind a user's turn; '' if it cannot be known."""
-        try:
-            messages = [{"role": "user", "content": _TRIAL}, *turns]
-            return self._render(messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
-        except RequestError:
-            return ""
+        messages = map(self._checked, ({"role": "user", "content": _TRIAL}, *turns))
+        return self._tried(*messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
 
     def _render(self, messages: Sequence[Message], **more: bool) -> str:
         return self.tokenizer.apply_chat_template(messages, **more, **self.options.chat_template_kwargs)
 
+    def _tried(self, *messages: Message, **more: bool) -> str:
+        try:
+            return self._render(messages, **more)
+        except RequestError:
+            return ""
+
     def _checked(self, message: Message) -> Message:
-        """Return a message whose content the template can render; parts are joined where it knows only text."""
+        """Return a message whose content the template can render: as one part where it knows only parts, or joined."""
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError("a message of the chat has no role; write {'role': 'user', 'content': '…'}")
         content = message.get("content")
+        if isinstance(content, str) and self._parts == "needed":
+            return {**message, "content": [{"type": "text", "text": content}]}
         if content is None or isinstance(content, str):
             return message
         if not isinstance(content, Sequence):
@@ -186,17 +192,14 @@ class ChatFormat:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise RequestError(f"the chat has a part of type {kind!r}, and flexgen models take text only")
             texts.append(part["text"])
-        return message if self._renders_parts else {**message, "content": "\n".join(texts)}
+        return message if self._parts else {**message, "content": "\n".join(texts)}
 
     @cached_property
-    def _renders_parts(self) -> bool:
-        """Whether the template renders a list of parts, and not its Python representation."""
-        try:
-            contents = "text", [{"type": "text", "text": "text"}]
-            plain, listed = (self._render([{"role": "user", "content": content}]) for content in contents)
-        except RequestError:
-            return False
-        return plain == listed
+    def _parts(self) -> Literal["", "known", "needed"]:
+        """Whether the template renders a list of parts, and not its Python representation, or nothing else."""
+        contents = _TRIAL, [{"type": "text", "text": _TRIAL}]
+        plain, listed = (self._tried({"role": "user", "content": content}) for content in contents)
+        return "needed" if _TRIAL in listed and _TRIAL not in plain else "known" if plain and plain == listed else ""
 
 
 def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool) -> ChatFormat:
@@ -224,7 +227,8 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
     decided = ChatFormat(tokenizer, applied, reason, options)
     if applied:
         try:
-            decided.render_prompt(_TRIAL)
+            if _TRIAL not in decided.render_prompt(_TRIAL):
+                raise RequestError("the template leaves the prompt out")
         except RequestError as error:
             ways = ["take --chat-template false"]
             ways += [] if options.system_prompt is None else ["leave the system prompt out"]

@@ -275,8 +275,8 @@ def _merges_from_scores(
     """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score.
 
     Of pieces of the same score the leftmost is merged, which no order of merges expresses. In Llama 2's vocabulary all
-    runs of spaces, and they alone, have the worst score: then a run is cut into longest ones from the left, and the
-    length of these is returned too, else 0.
+    runs of spaces, and they alone, have one score: then a run is cut into longest ones from the left, and the length of
+    these is returned too, else 0.
 
     Raises `CheckpointError` for other pieces of the same score, unless they are `cut` out first.
     """
@@ -288,19 +288,20 @@ def _merges_from_scores(
     ranked.sort()
     formed = [(score, a + b) for score, *_, a, b in ranked if a + b not in cut]
     runs = {piece for piece in vocab.keys() - cut if piece and not piece.strip(SPACE_MARK)}
-    are_whole = runs == {SPACE_MARK * (i + 1) for i in range(len(runs))} and all(
-        SPACE_MARK not in piece[1:] for piece in vocab.keys() - cut - runs
-    )
-    longest_run = 0
-    while are_whole and len(formed) > 1 and runs.issuperset((formed[-1][1], formed[-2][1])):
-        longest_run = len(runs) if formed.pop()[0] == formed[-1][0] else longest_run
+    if (
+        len(runs) < 3
+        or len(runs) != max(map(len, runs))
+        or len({scores[vocab[run]] for run in runs - {SPACE_MARK}}) > 1
+        or any(SPACE_MARK in piece[1:] for piece in vocab.keys() - cut - runs)
+    ):
+        runs = set()
     for (score, piece), (next_score, next_piece) in pairwise(formed):
-        if score == next_score and piece != next_piece:
+        if score == next_score and piece != next_piece and not runs.issuperset((piece, next_piece)):
             raise CheckpointError(
                 f"the GGUF file gives {piece!r} and {next_piece!r} the same score, so the order of merges is not "
                 "known; use the model's safetensors folder or another conversion"
             )
-    return [(a, b) for *_, a, b in ranked], longest_run
+    return [(a, b) for *_, a, b in ranked], len(runs)
 
 
 _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {

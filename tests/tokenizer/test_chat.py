@@ -129,9 +129,23 @@ def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers)
         decided = decide(tokenizers[name])
         assert decided.render_messages([message]) == decided.render_prompt("one\ntwo")
     seen: list[Any] = []
-    knowing = Template(lambda messages: seen.append(messages) or "the same")
+    knowing = Template(lambda messages: seen.append(messages) or "Hello, the same")
     decide(knowing).render_messages([message])
     assert seen[-1] == [message]  # handed on as it is
+
+
+def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
+    """As those of Llava and Idefics do: of text alone they write nothing."""
+    template = """{% for m in messages %}[{{ m.role }}]{% for part in m.content if part.type == 'text' %}{{ part.text }}
+        {%- endfor %}{% endfor %}[assistant]{% if '</think>' %}<think>{% endif %}"""
+    chat = decide(replace_template(tokenizers["instruct"], template), system_prompt="Be brief.")
+    assert chat.render_prompt("one") == "[system]Be brief.[user]one[assistant]<think>"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat.render_messages([{"role": "user", "content": parts}]).endswith("[user]onetwo[assistant]<think>")
+    thinking = chat.thinking(chat.render_prompt("What is </think>?"))
+    assert thinking is not None and thinking.begins_inside
+    with pytest.raises(UsageError, match="leaves the prompt out; take --chat-template false"):
+        decide(replace_template(tokenizers["instruct"], "{% for m in messages if m.content is none %}{% endfor %}"))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +250,8 @@ def test_marks_of_thinking_are_read_off_the_template(tokenizers, written, marks,
     assert found is not None and not found.begins_inside
     assert found.marks == ThinkingMarks(*marks)
     assert chat.tokenizer.decode(found.end_ids) == end
+    assert chat.as_json()["thinking_marks"] == found.marks and list(marks)[1] in chat.identity
+    assert "thinking_marks" not in decide(tokenizers["thinking"]).as_json()
     # The same, where the prompt ends inside.
     inside = template.replace(
         "{% if add_generation_prompt %}[assistant]", f"{{% if add_generation_prompt %}}[assistant]{{{{ '{before}' }}}}"
