@@ -202,7 +202,8 @@ class ExpertStreamer:
                 continue
             if not self._free:
                 victim = self._victim(unused)
-                if victim is None or self._worth(victim) > (False, self._uses.get(expert, 0.0)):
+                # With the use that is guessed, whose load would take that slot anyway.
+                if victim is None or self._worth(victim) > (False, self._uses.get(expert, 0.0) + 1):
                     continue
                 self._drop(victim)
             slot, loaded = self._free.pop(), Future[dict[str, Tensor]]()
