@@ -104,20 +104,22 @@ class Page:
 
     def to_text(self, width: int = TEXT_WIDTH) -> str:
         """Return tables of at most `width` columns, and notes."""
-        parts = ["\n".join(fill(line, width) for line in (self.title, *self.headline))]
-        if self.facts:
-            parts.append("\n".join(fill(f"{label}: {fact}", width) for label, fact in self.facts.items()))
-        if self.notes:
-            parts.append("\n".join(fill(f"- {note}.", width) for note in self.notes))
+
+        def lines(texts: Iterable[str]) -> str:
+            return "\n".join(fill(text, width) for text in texts)
+
+        parts = [
+            lines([self.title, *self.headline]),
+            lines(f"{label}: {fact}" for label, fact in self.facts.items()),
+            lines(f"- {note}." for note in self.notes),
+        ]
         for section in self.sections:
             parts.append(f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else "")
             for table in section.tables:
                 text = tables.text(table, width)
                 parts.append(f"{table.title}\n{text}" if table.title else text)
-            if section.notes:
-                parts.append("\n".join(fill(f"- {note}.", width) for note in section.notes))
-        if self.legend:
-            parts.append(fill(self.legend, width))
+            parts.append(lines(f"- {note}." for note in section.notes))
+        parts.append(fill(self.legend, width))
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def to_markdown(self) -> str:

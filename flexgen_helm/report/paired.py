@@ -91,6 +91,13 @@ def metric_named(name: str) -> Metric:
     return _METRICS.get(name) or Metric(name, is_share=name in _SHARES)
 
 
+def _resampling(count: int) -> dict[str, Any]:
+    """Return how scipy samples so many instances."""
+    batch = max(1, _BATCH_ELEMENTS // count)
+    # One seed, so that a repeated comparison gives the same numbers.
+    return {"vectorized": True, "n_resamples": 9999, "batch": batch, "random_state": np.random.default_rng(0)}
+
+
 # Changes of means, such as the loss per token.
 
 _RESAMPLES = 4999
@@ -114,10 +121,15 @@ class RatioOfSums:
 
     @cached_property
     def standard_error(self) -> float:
-        """The delta method's for a ratio of sums (Cochran, Sampling Techniques, 1977, 6.4)."""
-        count = len(self.changes)
-        squares = float(((self.changes - self.value * self.weights) ** 2).sum())
-        return float(np.sqrt(count / (count - 1) * squares) / self.weights.sum())
+        return float(self._value_and_error(self.changes, self.weights)[1])
+
+    @staticmethod
+    def _value_and_error(changes: Vector, weights: Vector, axis: int = -1) -> tuple[Any, Any]:
+        """Return values and standard errors by the delta method (Cochran, Sampling Techniques, 1977, 6.4)."""
+        count, total = changes.shape[axis], weights.sum(axis)
+        value = changes.sum(axis) / total
+        squares = ((changes - np.expand_dims(value, axis) * weights) ** 2).sum(axis)
+        return value, np.sqrt(count / (count - 1) * squares) / total
 
     @cached_property
     def _pivots(self) -> Any:
@@ -125,24 +137,19 @@ class RatioOfSums:
 
         An Introduction to the Bootstrap, 1993, 12.5. For few documents it is None, and Student's t takes its place.
         """
-        count = len(self.changes)
-        if count < _MIN_RESAMPLED:
+        from scipy.stats import bootstrap
+
+        if len(self.changes) < _MIN_RESAMPLED:
             return None
-        d, w = self.changes, self.weights
-        columns = np.stack([d, w, d * d, d * w, w * w], axis=1)
-        draw, batch, sums = np.random.default_rng(0), max(1, _BATCH_ELEMENTS // count), []
-        for first in range(0, _RESAMPLES, batch):
-            size = min(batch, _RESAMPLES - first)
-            drawn = draw.integers(count, size=(size, count)) + count * np.arange(size)[:, None]
-            times = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count).astype(np.float64)
-            sums.append(times @ columns)
-        sum_d, sum_w, dd, dw, ww = np.concatenate(sums).T
+
+        def pivot(changes: Vector, weights: Vector, axis: int) -> Any:
+            value, error = self._value_and_error(changes, weights, axis)
+            return np.nan_to_num((value - self.value) / error, nan=0.0, posinf=np.inf, neginf=-np.inf)
+
+        settings = {**_resampling(len(self.changes)), "n_resamples": _RESAMPLES}
         with np.errstate(all="ignore"):
-            values = sum_d / sum_w
-            squares = np.maximum(dd - 2 * values * dw + values**2 * ww, 0.0)
-            errors = np.sqrt(count / (count - 1) * squares) / sum_w
-            pivots = (values - self.value) / errors
-        return np.sort(np.nan_to_num(pivots, nan=0.0, posinf=np.inf, neginf=-np.inf))
+            found = bootstrap((self.changes, self.weights), pivot, paired=True, method="percentile", **settings)
+        return np.sort(found.bootstrap_distribution)
 
     def interval(self) -> Interval:
         """Return the 95 % interval."""
@@ -408,7 +415,9 @@ class PairedScores:
             return self.metric.change_between(self.metric.value(b, w, axis), self.metric.value(a, w, axis))
 
         samples = self.baseline, self.scores, self.weights
-        found = bootstrap(samples, change, paired=True, method="percentile", **self._resampling()).confidence_interval
+        found = bootstrap(
+            samples, change, paired=True, method="percentile", **_resampling(len(self.baseline))
+        ).confidence_interval
         return float(found.low), float(found.high)
 
     def test(self) -> PairedTest | None:
@@ -425,11 +434,6 @@ class PairedScores:
             (self.baseline, self.scores),
             lambda a, b, axis: (b - a).mean(axis),
             permutation_type="samples",
-            **self._resampling(),
+            **_resampling(len(self.baseline)),
         )
         return PairedTest("permutation", float(result.pvalue))
-
-    def _resampling(self) -> dict[str, Any]:
-        batch = max(1, _BATCH_ELEMENTS // len(self.baseline))
-        # One seed, so that a repeated comparison gives the same numbers.
-        return {"vectorized": True, "n_resamples": 9999, "batch": batch, "random_state": np.random.default_rng(0)}

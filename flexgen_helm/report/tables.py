@@ -458,16 +458,16 @@ def verdict_tables(model: ModelComparison) -> list[Table]:
 
 def choice_table(choice: Choice) -> Table:
     """Return a row per candidate, the cheapest first."""
-    candidates = choice.candidates
-    cells = {
-        "precision": [one.precision for one in candidates],
-        "s per 1,000 tokens": [
-            "" if one.seconds_per_token is None else f"{1000 * one.seconds_per_token:.4g}" for one in candidates
-        ],
-        "bytes per weight": [f"{one.weight_bytes:.3g}" for one in candidates],
-        "verdict": [one.verdict for one in candidates],
-    }
-    return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}", num_keys=0)
+    rows = [
+        {
+            "precision": one.precision,
+            "s per 1,000 tokens": "" if one.seconds_per_token is None else f"{1000 * one.seconds_per_token:.4g}",
+            "bytes per weight": f"{one.weight_bytes:.3g}",
+            "verdict": one.verdict,
+        }
+        for one in choice.candidates
+    ]
+    return Table(pd.DataFrame(rows), f"Which precision, by {choice.by}", num_keys=0)
 
 
 def layers_table(found: Divergence) -> Table:
@@ -484,28 +484,25 @@ def layers_table(found: Divergence) -> Table:
 
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
-    precisions = found.precisions
-    none = "none (1 window)" if isinstance(found, TextDivergence) else "none (1 instance)"
-    cells = {
-        "precision": [one.precision for one in precisions],
-        "tokens": [f"{one.tokens:,}" for one in precisions],
-        "perplexity": [f"×{one.ratio:.4f}" for one in precisions],
-        "95 % interval": [
-            none if one.interval is None else " … ".join(f"{end:.4f}" for end in one.interval) for one in precisions
-        ],
-        "same top": [f"{one.same_top:.1%}" for one in precisions],
-        "KL mean": [f"{one.kl.mean:.5f}" for one in precisions],
-        "KL median": [f"{one.kl.median:.5f}" for one in precisions],
-        "KL 99 %": [f"{one.kl.p99:.5f}" for one in precisions],
-    }
-    on, num_keys = "what the scores are made of", 0
-    if isinstance(found, TextDivergence):
-        on = Path(found.text).name
-    else:
-        cells = {"run entry": [entry.entry for entry in found.entries for _ in entry.precisions], **cells}
-        num_keys = 2
+    is_text = isinstance(found, TextDivergence)
+    on, none = (Path(found.text).name, "window") if is_text else ("what the scores are made of", "instance")
+    cells = pd.DataFrame(
+        {
+            "precision": one.precision,
+            "tokens": f"{one.tokens:,}",
+            "perplexity": f"×{one.ratio:.4f}",
+            "95 % interval": " … ".join(f"{end:.4f}" for end in one.interval or ()) or f"none (1 {none})",
+            "same top": f"{one.same_top:.1%}",
+            "KL mean": f"{one.kl.mean:.5f}",
+            "KL median": f"{one.kl.median:.5f}",
+            "KL 99 %": f"{one.kl.p99:.5f}",
+        }
+        for one in found.precisions
+    )
+    if not is_text:
+        cells.insert(0, "run entry", [entry.entry for entry in found.entries for _ in entry.precisions])
         del cells["KL median"]  # of ten columns a tablet has no room
-    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {on}, nats", num_keys)
+    return Table(cells, f"Divergence from {baseline} on {on}, nats", 0 if is_text else 2)
 
 
 def _positions(comparison: Comparison) -> list[float]:
@@ -528,14 +525,17 @@ def _unit(comparison: Comparison) -> str:
 
 def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
     """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
-    cells = {
-        kind: [speed["precision"] for speed in speeds],
-        "instances": [whole_text(speed["instances"]) for speed in speeds],
-        "tokens": [whole_text(speed["tokens"]) for speed in speeds],
-        "time": [seconds_text(speed["latency_s"]) for speed in speeds],
-        "tokens/s": list(map(tokens_per_s_text, speeds)),
-    }
-    return Table(pd.DataFrame(cells), "Speed", num_keys=0, marks=_speed_marks(speeds))
+    rows = [
+        {
+            kind: speed["precision"],
+            "instances": whole_text(speed["instances"]),
+            "tokens": whole_text(speed["tokens"]),
+            "time": seconds_text(speed["latency_s"]),
+            "tokens/s": tokens_per_s_text(speed),
+        }
+        for speed in speeds
+    ]
+    return Table(pd.DataFrame(rows), "Speed", num_keys=0, marks=_speed_marks(speeds))
 
 
 # --- Cells ---
