@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from math import prod
 from types import MappingProxyType
@@ -298,9 +298,10 @@ SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
 
 
+@cache  # models have tens of thousands of tensors, and plans ask hundreds of times
 def expert_of(name: str) -> str | None:
     """Return the expert that a tensor belongs to, the part of its name up to the expert's number; None if to none."""
-    matched = _EXPERT.match(name) if ".experts." in name else None  # models have tens of thousands of tensors
+    matched = _EXPERT.match(name)
     return None if matched is None else matched[1]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Literal
 
@@ -84,6 +84,10 @@ class StorageSizes:
         return found
 
 
+# Reads tensor sizes once: plans of a model share them.
+storage_sizes = cache(StorageSizes)
+
+
 def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
     """Return a policy's fractions of a kind by tier; on a machine without a gpu its share goes to the cpu."""
     gpu, cpu, disk = {
@@ -145,6 +149,8 @@ def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[s
     placed_bytes, total = dict.fromkeys(TIERS, 0), 0
     placed: dict[str, Tier] = {}
     allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
+    if len(allowed) == 1:
+        return dict.fromkeys(sizes, allowed[0])
     for name, size in sizes.items():
         total += size
         placed[name] = most_underfilled(allowed, fractions, placed_bytes, total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
     TIERS,
     Kind,
+    StorageSizes,
     Tier,
     achieved_fractions,
     choose_tiers,
@@ -100,9 +102,15 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     return _with_placed(problem, policy, placed_weights(problem, policy))
 
 
-def placed_weights(problem: PlanningProblem, policy: Policy) -> dict[str, Tier]:
+def placed_weights(problem: PlanningProblem, policy: Policy) -> Mapping[str, Tier]:
     """Return the tier of each matrix."""
-    return choose_tiers(problem.storage.matrices, tier_fractions(policy, "weights", problem.compute_tier == "gpu"))
+    fractions = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
+    return _placed(problem.storage, tuple(fractions.items()))
+
+
+@lru_cache(maxsize=16)  # blocks of many shapes, and scenarios of a suite, place weights alike
+def _placed(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> Mapping[str, Tier]:
+    return choose_tiers(storage.matrices, dict(fractions))
 
 
 def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str, Tier]) -> Affine:
@@ -127,11 +135,13 @@ def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions
     for name, kind in problem.matrix_kinds.items():
         reads, num_bytes = sums[placed[name]], problem.storage.matrices[name]
         if kind == "layer":
-            reads.update(layer_bytes=num_bytes, matrices=1)
+            reads["layer_bytes"] += num_bytes
+            reads["matrices"] += 1
         elif kind == "head":
-            reads.update(head_bytes=num_bytes)
+            reads["head_bytes"] += num_bytes
         elif kind != "embedding":  # an expert, whose matrices are one transfer
-            reads.update(expert_bytes=num_bytes, experts=kind not in experts)
+            reads["expert_bytes"] += num_bytes
+            reads["experts"] += kind not in experts
             experts.add(kind)
     shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
     return {

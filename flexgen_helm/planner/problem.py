@@ -41,6 +41,7 @@ from flexgen_helm.planner.placement import (
     expert_slot_bytes,
     loader_buffer_bytes,
     staging_sizes,
+    storage_sizes,
     tier_fractions,
 )
 from flexgen_helm.planner.policy import Policy, Schedule, Workload
@@ -253,7 +254,7 @@ class PlanningProblem:
     # --- Weights. A pass loads layers and head; of the embedding table it only gathers rows. ---
     @cached_property
     def storage(self) -> StorageSizes:
-        return StorageSizes(self.config, self.precision)
+        return storage_sizes(self.config, self.precision)
 
     @cached_property
     def stored_bytes(self) -> int:

@@ -36,6 +36,7 @@ from flexgen_helm.planner.placement import (
     limit_flag,
     loader_buffer_bytes,
     staging_sizes,
+    storage_sizes,
     tier_fractions,
 )
 from flexgen_helm.planner.policy import Policy
@@ -226,14 +227,10 @@ _STORED_BYTES = 2
 _COMPUTE_DTYPES = {"gpu": "float16", "cpu": "float32"}
 
 
-# Reads tensor sizes once; tunes of a model share them.
-_storage = cache(StorageSizes)
-
-
 @cache
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of all weights as stored."""
-    storage = _storage(config, precision)
+    storage = storage_sizes(config, precision)
     return sum(storage.matrices.values()) + storage.vector_bytes(_STORED_BYTES)
 
 
@@ -257,7 +254,7 @@ def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], f
 def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: int) -> dict[Tier, int] | None:
     """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
     compute_tier: Tier = "gpu" if gpu else "cpu"
-    storage = _storage(config, precision)
+    storage = storage_sizes(config, precision)
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
     machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
     # As `place_weights` decides; most models end here.

@@ -265,10 +265,17 @@ def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_origina
     assert (together - alone).abs().max() > 0.1  # the guard's inverse
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("DeepseekV32ForCausalLM", {}),
+        ("GlmMoeDsaForCausalLM", {}),
+        ("GlmMoeDsaForCausalLM", {"indexer_types": ["full", "shared"]}),  # as GLM-5.2
+    ],
+)
+def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, changes, tmp_path):
     """Beyond `index_topk` keys transformers leaves some out, so longer prompts are refused."""
-    model = saved(name, tmp_path, index_topk=24)
+    model = saved(name, tmp_path, index_topk=24, **changes)
     prompts = [[*range(5, 5 + length)] for length in (25, 26, 7)]  # the last token is not fed
     asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in prompts]
     with Engine.from_pretrained(tmp_path) as engine:
@@ -283,6 +290,16 @@ def test_sparse_attention_is_served_as_far_as_it_takes_all_keys(name, tmp_path):
             layer.self_attn.indexer.index_topk = 1000
     difference = (model(input_ids=ids).logits - dense(input_ids=ids).logits).abs().amax(-1)[0]
     assert difference[:24].max() < 1e-5 < 0.01 < difference[24:].max()  # the guard's inverse
+
+
+def test_a_model_type_of_its_own_is_what_its_class_says(tmp_path):
+    """Kimi K2 is a DeepSeek V3, as its configuration's `architectures` says."""
+    model = saved("DeepseekV3ForCausalLM", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "kimi_k2"}))
+    with Engine.from_pretrained(tmp_path) as engine:
+        (result,) = engine.run([GenerationRequest(prompt_token_ids=[*range(3, 30)], max_tokens=3, echo_logprobs=True)])
+    assert off(model, result) < TOLERANCE
 
 
 def test_weights_of_an_indexer_are_read_by_a_class_that_has_one_alone(tmp_path):

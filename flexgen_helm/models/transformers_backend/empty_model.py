@@ -61,12 +61,14 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
     """
     with import_lock("transformers"):
         import transformers
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     content = _checked(transformers.PretrainedConfig._decode_special_floats(json.loads(config_text)))
     name = next(iter(content.pop("architectures", None) or ()), "")
     cls: Any = getattr(transformers, name, None)
     is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
-    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
+    model_type = content.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:  # the class says what it is (Kimi K2 is a DeepSeek V3)
+        model_type = getattr(getattr(cls, "config_class", None), "model_type", model_type)
     whole = AutoConfig.for_model(model_type, **content)
     config = whole.get_text_config()
     if not is_causal:  # the language model of one of several parts

@@ -227,8 +227,8 @@ def adapt(module: Any) -> None:
 
     The context of a model with indexers ends where they would leave keys out (`read_config`).
     """
-    if "indexer" in module._modules:
-        del module._modules["indexer"]
+    if "indexer" in {*module._modules, *module.__dict__}:  # None where an earlier layer's selection is used again
+        module._modules.pop("indexer", None)
         module.__dict__["indexer"] = _select_all
     if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
         module.__dict__["flexgen_helm_latents"] = _Latents(module)
