@@ -30,21 +30,12 @@ if TYPE_CHECKING:
 # Values that shell completion offers. Each function imports little, because a shell waits for it.
 
 
-def complete_from(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """Complete one of `values`, or the last of a list with commas between."""
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Complete one of the names that a function returns, or the last of a list with commas between."""
 
     def complete(incomplete: str) -> list[str]:
         earlier, comma, last = incomplete.rpartition(",")
-        return [f"{earlier}{comma}{value}" for value in values if value.startswith(last)]
-
-    return complete
-
-
-def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Complete one of the names that a function returns."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
+        return [f"{earlier}{comma}{name}" for name in names() if name.startswith(last)]
 
     return complete
 
@@ -96,7 +87,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             help=flag.help or OPTIONS[option].metadata["help"],
             show_default=False,
             rich_help_panel="Prompts" if flag.commands else "Engine",
-            autocompletion=complete_from(flag.choices) if flag.choices else None,
+            autocompletion=_completing(functools.partial(list, flag.choices)) if flag.choices else None,
         )
         parameters.append(flag_parameter(name, settings, is_switch=flag.metavar is None))
 
