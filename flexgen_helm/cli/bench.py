@@ -95,8 +95,6 @@ def bench(
     check_engine_flags(engine)
     if folder := engine.get("offload_dir"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    import pandas
-
     from flexgen_helm.benchmarks import KNOWN, Options, load
 
     given: dict[str, Any] = {
@@ -124,11 +122,13 @@ def bench(
     if as_json:
         print_json(result)
     elif as_csv:
+        import pandas
+
         print_csv(pandas.DataFrame(rows))
     else:
         console = output()
         console.print(result["name"])
-        print_table(pandas.DataFrame(rows))
+        print_table(rows)
         for key, value in result["ratios"].items():
             console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
         for line in result.get("notes", ()):
