@@ -171,7 +171,6 @@ def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
         *flag.names,
         metavar=flag.metavar,
         help=f"{flag.help} Example: {example}" if flag.example else flag.help,
-        show_default=False,
         rich_help_panel=flag.panel,
         autocompletion=complete_helm_models if flag.metavar == "MODEL…" else None,
     )
