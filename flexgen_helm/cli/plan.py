@@ -23,7 +23,7 @@ from flexgen_helm.cli.engine_flags import (
     require_folder,
     to_arguments,
 )
-from flexgen_helm.cli.plan_problem import Asked, problem_for, profile_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_block, print_stored_type, problem_for, profile_for, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
@@ -224,11 +224,8 @@ def _run_command(asked: Asked, made: Plan) -> list[str] | None:
 
 
 def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None) -> None:
-    from flexgen_helm.checkpoint.names import quantized_by
     from flexgen_helm.planner.predict import placed_fractions
     from flexgen_helm.planner.problem import MEASURED, fraction_vector
-    from flexgen_helm.planner.weight_placement import weight_bytes
-    from flexgen_helm.quant.precisions import PRECISIONS
 
     problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
     workload, console = problem.workload, output()
@@ -237,11 +234,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         f"{model} ({problem.precision.name}) on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
         f"{count(round(workload.output), 'generated token')} each"
     )
-    if method := quantized_by(model):
-        half_size = size(weight_bytes(problem.config, PRECISIONS["fp16"]))
-        console.print(
-            f"The weights are stored as {method} and read as 16 bits, {half_size} in all: the plan counts these."
-        )
+    print_stored_type(model, problem)
     together = count(made.block_sequences, "sequence")
     if prediction.feasible:
         speed = (
@@ -262,6 +255,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
     if prediction.feasible:
         _print_seconds(made)
+        print_block(made)
     console.print(made.why)
     if prediction.feasible:
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import seconds_left, to_arguments
-from flexgen_helm.cli.plan_problem import Asked, problem_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_block, print_stored_type, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
@@ -167,6 +167,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         f"{model} ({made.problem.precision.name}) on {made.problem.hardware.name}: {number}, "
         f"{count(made.problem.workload.num_sequences, 'sequence')}"
     )
+    print_stored_type(model, made.problem)
     way, slower = "As one run", ""
     if not planned.is_one_run:
         way = "A run for each scenario, one after another"
@@ -193,6 +194,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         for source, names in sources.items():
             console.print(f"{named.capitalize()}, {', '.join(dict.fromkeys(names))}: {source}.")
     if planned.is_one_run:
+        print_block(made)
         console.print(made.why)
     else:
         from flexgen_helm.planner.plan import make_plan
@@ -200,7 +202,9 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
         found = longest.made.solution
         explained = make_plan(longest.made.problem, policy=found.policy, schedule=found.schedule)
-        console.print(f"{longest.entries[0].scenario}, which takes longest: {explained.why}")
+        scenario = longest.entries[0].scenario
+        print_block(explained, f" of {scenario}")
+        console.print(f"{scenario}, which takes longest: {explained.why}")
     for command in commands[:1]:
         more = f"; --json has all {len(commands)} commands" if len(commands) > 1 else ""
         console.print(f"To run it{', the longest first' if more else ''}{more}:")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
@@ -15,8 +17,8 @@ from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
-from flexgen_helm.planner.predict import placed_fractions, predict
-from flexgen_helm.planner.problem import PlanningProblem, fractions_by_kind
+from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, placed_weights, predict, weight_reads
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem, fractions_by_kind
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
@@ -84,6 +86,8 @@ _RESOURCE_NAMES = {
 }
 # Precisions that a plan compares where none is asked for.
 _COMPARED = ("fp16", "8bit", "4bit")
+# Blocks larger than this are not considered.
+_MOST_SEQUENCES = 1 << 20
 _Record = TypeVar("_Record")
 
 
@@ -171,6 +175,51 @@ class Plan:
         seconds = self.solution.prediction.latency_s
         return Expectation(seconds, *self.spread.of_time(seconds))
 
+    @cached_property
+    def block(self) -> dict[str, dict[str, Any]]:
+        """What a block reads of the disk and computes, by phase, and from which size on the disk is not its bound.
+
+        bytes_read: of the disk. tokens_per_s: of prompts, of answers.
+        unbound_from: least sequences of such a block, all placed as planned; None if there is none. fits: it has room.
+        """
+        problem, policy, schedule = self.problem, self.solution.policy, self.solution.schedule
+        prediction, hardware = self.solution.prediction, problem.hardware
+        a_byte_a_second = replace(hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0))
+        read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
+        fractions, endless = placed_fractions(problem, policy), replace(problem, endless=True)
+        reads = weight_reads(problem, placed_weights(problem, policy), fractions)
+
+        def of_size(sequences: int) -> CostEstimate:
+            batch = min(policy.gpu_batch_size, sequences)
+            shape = BlockShape(batch, -(-sequences // batch), schedule, sequences)
+            return evaluate(endless, shape, fractions, reads)
+
+        def is_unbound(phase: str, sequences: int) -> bool:
+            """Ask the largest block of as many batches, too, and the next one, which reads for one batch more."""
+            batch = policy.gpu_batch_size
+            in_batch = min(batch, problem.max_batch_tokens / tokens[phase]) if phase == "prefill" else batch
+            next_size = int(-(-sequences // in_batch) * in_batch) + 1
+            return all(
+                _slowest(of_size(size).seconds[phase]) != "disk_read" for size in (sequences, next_size - 1, next_size)
+            )
+
+        phases = {}
+        tokens = {"prefill": problem.workload.computed, "decode": problem.workload.output - 1}
+        seconds = {"prefill": prediction.prefill_s, "decode": prediction.decode_s}
+        for phase in (name for name in tokens if tokens[name]):
+            least = _MOST_SEQUENCES
+            while least > 1 and is_unbound(phase, least // 2):
+                least //= 2
+            least = bisect_left(range(least), True, max(1, least // 2), key=partial(is_unbound, phase))
+            exists = least < _MOST_SEQUENCES
+            phases[phase] = {
+                "bytes_read": read[phase]["disk_read"],
+                "tokens_per_s": self.block_sequences * tokens[phase] / seconds[phase],
+                "unbound_from": least if exists else None,
+                "fits": exists and of_size(least).feasible,
+            }
+        return phases
+
     def to_json(self) -> dict[str, Any]:
         """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
         policy, prediction = self.solution.policy, self.solution.prediction
@@ -192,6 +241,7 @@ class Plan:
                 "sequences_per_h": self.sequences_per_h,
                 "seconds": {phase: dict(seconds) for phase, seconds in prediction.seconds.items()},
             },
+            "block": self.block,
             "range": {
                 "latency_s": self.spread.of_time(prediction.latency_s),
                 "tokens_per_s": self.spread.of_rate(prediction.tokens_per_s),
@@ -251,6 +301,11 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
     return plans
 
 
+def _slowest(seconds: Mapping[str, float]) -> str:
+    """Return the resource that a phase is bound by."""
+    return max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
+
+
 def _explanation(problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool) -> str:
     """Say what bounds the speed, and what would help most.
 
@@ -258,7 +313,7 @@ def _explanation(problem: PlanningProblem, solution: Solution, max_latency: floa
     """
     bounds = []
     for phase, seconds in solution.prediction.seconds.items():
-        slowest = max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
+        slowest = _slowest(seconds)
         if seconds.get(slowest, 0.0):
             bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
     now, hardware = solution.prediction.tokens_per_s, problem.hardware

@@ -72,7 +72,7 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
     rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
     """
     shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule)
-    placed = _placed_weights(problem, policy)
+    placed = placed_weights(problem, policy)
     if rounded:
         fractions = _with_placed(problem, policy, placed)
     else:
@@ -97,10 +97,11 @@ def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
 
 def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
-    return _with_placed(problem, policy, _placed_weights(problem, policy))
+    return _with_placed(problem, policy, placed_weights(problem, policy))
 
 
-def _placed_weights(problem: PlanningProblem, policy: Policy) -> dict[str, Tier]:
+def placed_weights(problem: PlanningProblem, policy: Policy) -> dict[str, Tier]:
+    """Return the tier of each matrix."""
     return choose_tiers(problem.storage.matrices, tier_fractions(policy, "weights", problem.compute_tier == "gpu"))
 
 

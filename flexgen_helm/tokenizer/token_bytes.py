@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 
@@ -67,14 +68,26 @@ def token_byte_table(backend: Backend) -> list[bytes]:
 def is_byte_level(backend: Backend) -> bool:
     """Return True for byte-level BPE, False for a sentencepiece-like vocabulary; others raise as above."""
     state = json.loads(backend.to_str())
-    steps = json.dumps(state["decoder"] or state["pre_tokenizer"], ensure_ascii=False)
-    kinds = {*re.findall('"type": "([A-Za-z]+)"', steps)} - {"Sequence"}
+    decoder_steps = list(_flatten(state.get("decoder")))
+    steps = decoder_steps or list(_flatten(state.get("pre_tokenizer")))
+    kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return True
-    unmarks = f'"type": "Replace", "pattern": {{"String": "{SPACE_MARK}"}}' in steps and state["decoder"]
-    if kinds & {"Metaspace", "ByteFallback"} or unmarks:
+    unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}}
+    if kinds & {"Metaspace", "ByteFallback"} or any(unmark.items() <= step.items() for step in decoder_steps):
         return False
     raise UnsupportedArchitectureError(
         f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; known are byte-level BPE (ByteLevel) "
         "and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
     )
+
+
+def _flatten(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the leaves of a serialized decoder or pre-tokenizer, whose sequences may nest."""
+    if step is None:
+        return
+    if step["type"] == "Sequence":
+        for inner in step.get("decoders") or step.get("pretokenizers") or ():
+            yield from _flatten(inner)
+    else:
+        yield step

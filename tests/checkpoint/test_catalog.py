@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from math import ceil, prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.checkpoint.names import CATALOG, resolve, split_precision
+from flexgen_helm.checkpoint.names import CATALOG, quantized_by, resolve, split_precision
 from flexgen_helm.errors import UnknownModelError, UsageError
+from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
 from tests.helpers.catalog_configs import trace, traced_entries
 
 # Published sizes; exact where the hub's model page or `transformers` counts them.
@@ -59,6 +61,15 @@ def test_number_of_parameters_is_the_published_one(name):
     + [("granite-3.3-8b-instruct", 8.17), ("llama-4-scout-instruct", 109)]
     + [("llama-4-maverick-instruct", 400), ("qwen3-next-80b-a3b-instruct", 80)]
     + [("qwen3.5-9b", 9), ("qwen3.5-35b-a3b", 35)]
+    # Those of the models' own cards and reports, without layers that only guess further tokens.
+    + [("deepseek-v3.2", 671), ("glm-4.7", 355), ("glm-5", 744), ("glm-5.1", 744), ("glm-5.2", 744)]
+    + [("kimi-linear-48b-a3b-instruct", 49.1), ("qwen3-coder-480b-a35b-instruct", 480), ("qwen3.5-27b", 27)]
+    + [("qwen3.5-122b-a10b", 122), ("qwen3.5-397b-a17b", 397), ("nemotron-3-nano-30b-a3b", 31.6)]
+    + [("nemotron-h-56b-base", 56), ("nemotron-3-ultra-550b-a55b", 550), ("ling-3.0-flash", 124)]
+    + [("seed-oss-36b-instruct", 36), ("jamba-v0.1", 52)]
+    # As llama.cpp counts the tensors: 'model params = 1.027 T', '228.69 B', '21.83 B'.
+    + [("kimi-k2-instruct", 1027), ("kimi-k2.5", 1027), ("ernie-4.5-21b-a3b", 21.83)]
+    + [(f"minimax-m{version}", 228.69) for version in ("2", "2.1", "2.5", "2.7")]
     # Announced with the encoders of images and sounds, 0.30 and 0.68 billion.
     + [("gemma-3n-e2b", 5.44 - 0.98), ("gemma-3n-e4b", 7.85 - 0.98)],
 )
@@ -70,13 +81,60 @@ def test_number_of_parameters_is_near_the_announced_one(name, billions):
     ("name", "billions"),
     [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1), ("deepseek-v3", 37), ("glm-4.5", 32), ("glm-4.5-air", 12)]
     + [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("mixtral-8x22b-v0.1", 39)]
-    + [("llama-4-scout-instruct", 17), ("llama-4-maverick-instruct", 17)],
+    + [("llama-4-scout-instruct", 17), ("llama-4-maverick-instruct", 17)]
+    + [("deepseek-v3.2", 37), ("glm-4.7", 32), ("glm-5.2", 40), ("kimi-k2-instruct", 32), ("kimi-k2.5", 32)]
+    + [("minimax-m2", 10), ("qwen3-coder-480b-a35b-instruct", 35), ("qwen3.5-397b-a17b", 17), ("ling-3.0-flash", 5.1)]
+    + [("nemotron-3-nano-30b-a3b", 3.2), ("nemotron-3-ultra-550b-a55b", 55), ("jamba-v0.1", 12)],
 )
 def test_parameters_that_a_token_uses_are_near_the_announced_ones(name, billions):
     """Announced with or without the embedding."""
     config = CATALOG[name].config
     products = (config.linear_flops_per_token + config.head_flops_per_token) / 2
     assert products == pytest.approx(billions * 1e9, rel=0.1)
+
+
+def bytes_at_rest(name):
+    """Bytes of the published files, from the types of the entry: of their codes, and of their scales."""
+    entry = CATALOG[name]
+    stored = entry.published.get("quantization_config", {"quant_method": None})
+    method, kept = stored["quant_method"], 0.0
+    for stage in stage_names(entry.config):
+        for tensor, shape in entry.config.stage_tensors(stage):
+            num_bytes = 2.0 * prod(shape)
+            is_matrix = len(shape) > 1 and stage not in (EMBED, HEAD)
+            if method == "fp8" and is_matrix and not tensor.endswith(".gate.weight"):
+                rows, columns = stored["weight_block_size"]
+                num_bytes = prod(shape) + 4.0 * ceil(shape[0] / rows) * ceil(shape[1] / columns)
+            elif method in ("mxfp4", "compressed-tensors") and expert_of(tensor) is not None and is_matrix:
+                scale_bytes = {"mxfp4": 1, "compressed-tensors": 2}[method]
+                num_bytes = prod(shape) / 2 + prod(shape) / 32 * scale_bytes
+            kept += num_bytes
+    return kept
+
+
+def test_bytes_at_rest_are_those_of_the_published_files():
+    # 1.5 TB as published in 16 bits (Unsloth's page of its files); 958.52 GiB and 594 GB on the hub by Simon Willison's
+    # storage calculator, the second of Kimi K2 Thinking, which has the types of K2.5; 60.8 GiB in the model card of
+    # gpt-oss; 215 GiB as the card of a merge of MiniMax M2 says of its files.
+    gib = {"kimi-k2-instruct": 958.52, "gpt-oss-120b": 60.8, "minimax-m2": 215}
+    published = {"glm-5.2": 1.5e12, "kimi-k2.5": 594e9} | {name: 2**30 * number for name, number in gib.items()}
+    for name, num_bytes in published.items():
+        assert bytes_at_rest(name) == pytest.approx(num_bytes, rel=0.01), name
+    # All files of DeepSeek V3 have 688,586,727,753 bytes, with one layer more that guesses tokens: it has its own
+    # embedding and head, and a matrix that joins two hidden states.
+    config = CATALOG["deepseek-v3"].config
+    (*_, last) = (stage for stage in stage_names(config) if stage not in (EMBED, HEAD))
+    more = sum(prod(shape) for _, shape in config.stage_tensors(last)) + 2 * config.hidden_size**2
+    more += 2 * 2 * config.vocab_size * config.hidden_size
+    assert bytes_at_rest("deepseek-v3") + more == pytest.approx(688_586_727_753, rel=0.003)
+
+
+def test_what_is_published_quantized_says_so():
+    methods = {"kimi-k2.5": "compressed-tensors", "gpt-oss-20b": "mxfp4", "deepseek-v3.2": "fp8", "minimax-m2.7": "fp8"}
+    methods |= {"glm-5.2": None, "opt-125m": None}
+    assert {name: quantized_by(name) for name in methods} == methods
+    # A record of a model is the same however its weights are stored.
+    assert all("quantization" not in json.dumps(asdict(entry.config)) for entry in traced_entries())
 
 
 def test_records_of_transformers_classes_are_what_their_modules_say():

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm import Engine, GenerationRequest, Policy
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.experts import ExpertStreamer
-from tests.helpers.offload import offloaded, tiers_of, with_expert_slots, within, workload
+from tests.helpers.dummy_mixture import write_mixture
+from tests.helpers.offload import MIB, offloaded, tiers_of, with_expert_slots, within, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VOCABULARY
@@ -190,6 +191,16 @@ def test_batches_of_one_visit_share_the_experts_of_their_layer_if_the_slots_hold
     assert len(disk.reads) == reads if slots == EXPERTS else 3 * EXPERTS < len(disk.reads) <= reads
 
 
+def test_the_next_layer_is_read_ahead_in_the_first_pass_too(streamer):
+    """Its experts were never used, and those in the slots were, but that guess is their first use."""
+    disk = Disk()
+    experts = streamer(4, disk, routed=500)
+    use(experts, STAGES[0], range(EXPERTS))
+    experts.guess(names_of(STAGES[1], range(EXPERTS)), torch.ones(EXPERTS))
+    assert settled(disk, EXPERTS + 2) == ALL[: EXPERTS + 2]
+    experts.cancel()
+
+
 def test_a_guess_that_fails_harms_nothing(streamer):
     class Scores:
         def tolist(self):
@@ -313,6 +324,48 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
         assert read_of_experts == (expected if slots == 1 else Counter(set(expected)))
         assert record["read_bytes"] == one * read_of_experts.total() and not record["wasted_bytes"]
         assert expected.total() < len(routed) * len(names), "or nothing was left out"
+
+
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory):
+    """A mixture of 256 experts a layer, in 4 bits."""
+    folder = tmp_path_factory.mktemp("mixture")
+    write_mixture(folder, 2, hidden_size=64, moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=16, vocab_size=VOCABULARY)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_block_reads_each_expert_once_a_layer_in_the_order_of_the_files(many_experts, monkeypatch, tokens, overlap):
+    """The reads themselves, with fewer slots than a layer uses experts. Two prompts use a part, 60 use all."""
+    with_expert_slots(monkeypatch, 10)
+    monkeypatch.setattr("flexgen_helm.offload.experts.GUESSED_WASTE_SHARE", 0.0)
+    reads: list[tuple[int, int, int]] = []  # layer, expert, offset
+    honest = DirectFile.read
+
+    def read(self, offset, buffer):
+        if len(parts := self.path.name.split(".experts.")) == 2:
+            reads.append((int(parts[0].split(".")[1]), int(parts[1]), offset))
+        honest(self, offset, buffer)
+
+    monkeypatch.setattr(DirectFile, "read", read)
+    block = [
+        GenerationRequest(prompt_token_ids=[(i * 7 + j * (i + 3)) % VOCABULARY for j in range(tokens)], max_tokens=1)
+        for i in range(3 * tokens)
+    ]
+    with Engine.from_pretrained(
+        many_experts, weights="dummy", precision="4bit-weights", policy="99x1,0,0,0,100,0,100", overlap=overlap,
+        limits=MemoryLimits(cpu=64 * MIB), offload_dir=many_experts / "offload",
+    ) as engine:  # fmt: skip
+        reads.clear()
+        engine.run(block)
+        used = engine.last_run["experts"]["used"]
+    experts = list(dict.fromkeys((layer, expert) for layer, expert, _ in reads))
+    assert len(experts) == 2 * used and (used == 256 if tokens == 20 else used < 128)
+    assert len(reads) == len(set(reads)) == 3 * len(experts), "each matrix once"
+    if not overlap:  # else two threads read at a time
+        assert reads == sorted(reads)
 
 
 @settings(max_examples=share_of(12, 3))

@@ -314,7 +314,8 @@ class TokensBefore:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [value._counts if isinstance(value, cls) else value for value in args]
         if func is torch.arange:
-            return values[0] + torch.arange(len(values[0]), device=values[0].device)
+            start, _ = values
+            return start + torch.arange(len(start), device=start.device)
         return func(*values, **(kwargs or {}))
 
 
