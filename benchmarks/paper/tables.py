@@ -89,7 +89,7 @@ def print_csv_evaluated(path: Path, hardware: HardwareProfile, as_json: bool, as
     table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
     table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
     table["bottleneck"] = rows["bottleneck"]
-    print_table(table)
+    print_table(table.to_dict("records"))
     for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]

@@ -13,9 +13,10 @@ from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, OutFile, check_engi
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 
+# Options that only one benchmark has.
 _BENCHMARK_OF = {
-    "--tasks": "clients", "--peers": "clients", "--chat": "clients", "--python": "accuracy", "--reference": "accuracy",
-    "--table": "paper", "--measure": "paper", "--prompt-len": "paper", "--gen-len": "paper",
+    "tasks": "clients", "peers": "clients", "chat": "clients", "python": "accuracy", "reference": "accuracy",
+    "table": "paper", "measure": "paper", "prompt_len": "paper", "gen_len": "paper",
 }  # fmt: skip
 
 
@@ -94,40 +95,25 @@ def bench(
     check_engine_flags(engine)
     if folder := engine.get("offload_dir"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    import pandas
-
     from flexgen_helm.benchmarks import KNOWN, Options, load
 
-    chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
-    given: dict[str, object] = {
-        "--tasks": tasks,
-        "--peers": peers,
-        "--chat": chat,
-        "--python": python,
-        "--reference": reference,
+    given: dict[str, Any] = {
+        "tasks": _names("tasks", tasks),
+        "peers": _names("peers", peers),
+        "chat": chat,
+        "python": python,
+        "reference": reference,
+        "table": table,
+        "measure": measure,
+        "prompt_len": prompt_len,
+        "gen_len": gen_len,
     }
-    given |= {"--table": table, "--measure": measure, "--prompt-len": prompt_len, "--gen-len": gen_len}
-    for flag, value in given.items():
-        if value and name in KNOWN and name != _BENCHMARK_OF[flag]:
-            raise UsageError(f"bench {name} has no {flag}, which is of bench {_BENCHMARK_OF[flag]}")
-    earlier = _result_in(out) if any(chosen.values()) else None
-    options = Options(
-        engine,
-        entry,
-        instances,
-        repeats,
-        quick,
-        chat,
-        python,
-        reference,
-        table,
-        measure,
-        prompt_len,
-        gen_len,
-        **chosen,
-        earlier=earlier,
-        tell=say,
-    )
+    for option, value in given.items():
+        if value and name in KNOWN and name != _BENCHMARK_OF[option]:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(f"bench {name} has no {flag}, which is of bench {_BENCHMARK_OF[option]}")
+    earlier = _result_in(out) if given["tasks"] or given["peers"] else None
+    options = Options(engine, entry, instances, repeats, quick, **given, earlier=earlier, tell=say)
     result = load(name)(options)
     # The table leaves out what is no plain value, such as the seconds of each repetition.
     rows = [
@@ -136,11 +122,13 @@ def bench(
     if as_json:
         print_json(result)
     elif as_csv:
+        import pandas
+
         print_csv(pandas.DataFrame(rows))
     else:
         console = output()
         console.print(result["name"])
-        print_table(pandas.DataFrame(rows))
+        print_table(rows)
         for key, value in result["ratios"].items():
             console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
         for line in result.get("notes", ()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +40,14 @@ def print_csv(frame: pandas.DataFrame) -> None:
     print(frame.to_csv(index=False), end="", flush=True)
 
 
-def print_table(frame: pandas.DataFrame, *, optional: Sequence[str] = ()) -> None:
-    """Print `frame` on stdout as a table for people: numbers to the right, missing values empty.
+def print_table(rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> None:
+    """Print rows, by column, on stdout as a table for people: numbers to the right, missing values empty.
 
     optional: as of `table_text`
     """
-    rows = [list(map(_cell, row.values())) for row in frame.to_dict("records")]
-    print_rows([str(name).replace("_", " ") for name in frame], rows, optional)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    print_rows([name.replace("_", " ") for name in names], cells, optional)
 
 
 def print_rows(

@@ -38,7 +38,6 @@ def divergence(
         typer.Argument(
             metavar="MODEL2",
             help="A model with the same vocabulary to compare with the first, instead of precisions.",
-            show_default=False,
             autocompletion=complete_model,
         ),
     ] = None,

@@ -228,7 +228,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(existing_folder(state_dir())).free
     found = f"{size(free)} free for {state_dir()}"
     if free < LOW_DISK:
-        return Finding("warning", found, "Make room, or name another folder in FLEXGEN_HELM_HOME.")
+        return Finding("warning", found, f"Make room, or {_OTHER_HOME}")
     return Finding("ok", found)
 
 

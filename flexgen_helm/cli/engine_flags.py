@@ -30,21 +30,12 @@ if TYPE_CHECKING:
 # Values that shell completion offers. Each function imports little, because a shell waits for it.
 
 
-def complete_from(values: Iterable[str]) -> Callable[[str], list[str]]:
-    """Complete one of `values`, or the last of a list with commas between."""
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Complete one of the names that a function returns, or the last of a list with commas between."""
 
     def complete(incomplete: str) -> list[str]:
         earlier, comma, last = incomplete.rpartition(",")
-        return [f"{earlier}{comma}{value}" for value in values if value.startswith(last)]
-
-    return complete
-
-
-def _completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Complete one of the names that a function returns."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
+        return [f"{earlier}{comma}{name}" for name in names() if name.startswith(last)]
 
     return complete
 
@@ -94,9 +85,8 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag.name,
             metavar=flag.metavar,
             help=flag.help or OPTIONS[option].metadata["help"],
-            show_default=False,
             rich_help_panel="Prompts" if flag.commands else "Engine",
-            autocompletion=complete_from(flag.choices) if flag.choices else None,
+            autocompletion=_completing(functools.partial(list, flag.choices)) if flag.choices else None,
         )
         parameters.append(flag_parameter(name, settings, is_switch=flag.metavar is None))
 
@@ -246,12 +236,9 @@ UntilTime = Annotated[
         "--until",
         metavar="HH:MM",
         help="Score a random sample of the instances of every run entry, as large as is done by this time.",
-        show_default=False,
     ),
 ]
-Hours = Annotated[
-    float | None, typer.Option(metavar="HOURS", help="As --until, so many hours from now.", show_default=False)
-]
+Hours = Annotated[float | None, typer.Option(metavar="HOURS", help="As --until, so many hours from now.")]
 
 
 def seconds_left(until: str | None, hours: float | None) -> float | None:
@@ -282,7 +269,6 @@ RayAddress = Annotated[
         metavar="auto|local|HOST:PORT",
         help="Compute with all machines or GPUs of a Ray cluster: the one that this machine is part of (auto), one of "
         "this machine alone that is started for this run (local), or the one at an address.",
-        show_default=False,
         rich_help_panel=_PANEL,
     ),
 ]
@@ -293,7 +279,6 @@ RayWorkers = Annotated[
         metavar="N",
         help="Maximum number of workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or "
         "for each machine of a cluster without GPUs.",
-        show_default=False,
         rich_help_panel=_PANEL,
     ),
 ]
@@ -304,7 +289,6 @@ RayCores = Annotated[
         metavar="N",
         help="Cores of each worker, so that several share a machine and its memory. Default: all of a machine, or a "
         "GPU's share of them.",
-        show_default=False,
         rich_help_panel=_PANEL,
     ),
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.console import output, print_csv, print_json, print_rows
 from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
@@ -44,17 +44,16 @@ def entries(
     if as_json:
         print_json({"entries": rows})
         return
-    import pandas
+    if as_csv:
+        import pandas
 
+        print_csv(pandas.DataFrame(rows))
+        return
     from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
     from flexgen_helm.runs.data import VARIABLE
 
-    frame = pandas.DataFrame(rows)
-    if as_csv:
-        print_csv(frame)
-        return
-    frame["here"] = ["yes" if row["is_here"] else "no" for row in rows]
-    print_table(frame.rename(columns={"source": "from"})[["run_entry", "from", "needs", "here"]], optional=("from",))
+    cells = [(row["run_entry"], row["source"], row["needs"], "yes" if row["is_here"] else "no") for row in rows]
+    print_rows(["run entry", "from", "needs", "here"], cells, ("from",))
     folders = ", ".join(dict.fromkeys(row["folder"] for row in rows if row["folder"] is not None))
     output().print(
         f"Data that is here: {folders or 'none'}. {VARIABLE} names the folder of LAMBADA and WikiText-2; a run "

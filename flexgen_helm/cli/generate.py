@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -52,28 +52,28 @@ def generate(
       flexgen-helm generate smollm2-135m-instruct-q4_1 --prompts in.jsonl
     """
     content = read_input("--prompts", prompts).split(b"\n")
-    lines = [(number, parse_line(line)) for number, line in enumerate(content, start=1) if line.strip()]
-    with _Output(out, [number for number, _ in lines]) as output, load_engine(model, engine) as loaded:
+    requests = {number: parse_line(line) for number, line in enumerate(content, start=1) if line.strip()}
+    with _Output(out) as output, load_engine(model, engine) as loaded:
         settings = loaded.fingerprint
         if loaded.chat is not None:
             settings += f"{loaded.chat.applied}{loaded.chat.identity}"
             if "apply_chat_template" in engine:
                 report(Message(loaded.chat.describe(loaded.name), is_warning=False))
         # What an answer depends on: all of engine and chat template that decides results, and the input line.
-        keyed = (settings.encode() + b"\n" + content[number - 1] for number, _ in lines)
-        output.resume([hashlib.sha256(text).hexdigest()[:16] for text in keyed])
+        keyed = {number: settings.encode() + b"\n" + content[number - 1] for number in requests}
+        output.resume({number: hashlib.sha256(text).hexdigest()[:16] for number, text in keyed.items()})
         asked: dict[int, GenerationRequest] = {}
-        for index, (_, request) in enumerate(lines):
+        for number, request in requests.items():
             if isinstance(request, RequestError):
-                output.add(index, GenerationResult(error=request))
-            elif not output.has(index):
-                asked[index] = request
+                output.add(number, GenerationResult(error=request))
+            elif number not in output.lines:
+                asked[number] = request
         if asked:
-            indices = list(asked)
-            loaded.run(list(asked.values()), on_result=lambda i, result: output.add(indices[i], result))
+            numbers = list(asked)
+            loaded.run(list(asked.values()), on_result=lambda i, result: output.add(numbers[i], result))
         output.finish()
     if output.failed:
-        say(f"flexgen-helm: {output.failed} of {len(lines)} requests failed; each says why in its error")
+        say(f"flexgen-helm: {output.failed} of {len(requests)} requests failed; each says why in its error")
         raise typer.Exit(1)
 
 
@@ -115,41 +115,36 @@ def _explanation(error: ErrorDetails) -> str:
 
 
 class _Output:
-    """Output lines in input order.
+    """Output lines by the number of their input line.
 
     With --out, each finished line is appended to FILE.partial at once; `finish` writes FILE as a whole.
     """
 
-    def __init__(self, out: Path | None, numbers: Sequence[int]) -> None:
+    def __init__(self, out: Path | None) -> None:
         self.failed = 0
-        self._out, self._numbers = out, numbers
-        self._lines = [""] * len(numbers)
-        self._keys = [""] * len(numbers)
+        self.lines: dict[int, str] = {}
+        self._out = out
+        self._keys: Mapping[int, str] = {}
         self._partial: TextIO | None = None
 
-    def has(self, index: int) -> bool:
-        return bool(self._lines[index])
-
-    def resume(self, keys: Sequence[str]) -> None:
+    def resume(self, keys: Mapping[int, str]) -> None:
         """Take over the lines without errors that an interrupted call left in FILE.partial; keys: of all lines."""
-        self._keys = list(keys)
+        self._keys = keys
         if self._partial is None:
             return
-        indices = {(number, key): index for index, (number, key) in enumerate(zip(self._numbers, keys))}
         content = Path(self._partial.name).read_text(encoding="utf-8", errors="replace")
         if content and not content.endswith("\n"):  # the last line of a killed process may be cut
             self._partial.write("\n")
         for text in content.splitlines():
             with suppress(ValueError, TypeError, AttributeError, KeyError):
                 line = json.loads(text)
-                index = indices.get((line.pop("line"), line.pop("key", None)))
-                if index is not None and line["error"] is None:
-                    self._lines[index] = json.dumps(line, allow_nan=False) + "\n"
-        if done := sum(map(bool, self._lines)):
+                number = line.pop("line")
+                if keys[number] == line.pop("key") and line["error"] is None:
+                    self.lines[number] = json.dumps(line, allow_nan=False) + "\n"
+        if done := len(self.lines):
             report(Message(f"{count(done, 'line')} of {len(keys):,} are there already, in {self._partial.name}"))
 
-    def add(self, index: int, result: GenerationResult) -> None:
-        number = self._numbers[index]
+    def add(self, number: int, result: GenerationResult) -> None:
         line = {
             "completions": [
                 {name: value for name, value in vars(completion).items() if name != "top_logprobs"}
@@ -160,19 +155,19 @@ class _Output:
             "error": None if result.error is None else f"line {number}: {result.error}",
         }
         self.failed += result.error is not None
-        self._lines[index] = json.dumps(line, allow_nan=False) + "\n"
+        self.lines[number] = json.dumps(line, allow_nan=False) + "\n"
         if self._partial is not None:
-            self._partial.write(json.dumps({"line": number, "key": self._keys[index], **line}, allow_nan=False) + "\n")
+            self._partial.write(json.dumps({"line": number, "key": self._keys[number], **line}, allow_nan=False) + "\n")
             self._partial.flush()
 
     def finish(self) -> None:
         """Write all lines to where the user said."""
-        text = "".join(self._lines)
-        if self._out is None:
+        text = "".join(self.lines[number] for number in sorted(self.lines))
+        if self._out is None or self._partial is None:
             print(text, end="", flush=True)
         else:
             replace_text(self._out, text)
-            self._lines = []
+            self._partial.truncate(0)
 
     def __enter__(self) -> _Output:
         if self._out is not None:
@@ -187,5 +182,5 @@ class _Output:
         if self._partial is not None:
             self._partial.close()
             path = Path(self._partial.name)
-            if not self._lines or not path.stat().st_size:  # finished, or refused before the first line
+            if not path.stat().st_size:  # finished, or refused before the first line
                 path.unlink()

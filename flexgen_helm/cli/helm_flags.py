@@ -32,11 +32,12 @@ _PANEL, _RARE_PANEL = "HELM", "HELM, rarely needed"
 class HelmFlag(NamedTuple):
     """A flag of HELM's parser.
 
+    spelling: its names, as help shows them
     metavar: placeholder of the value; None for a switch
     nargs, type: as of argparse
     """
 
-    names: tuple[str, ...]
+    spelling: str
     metavar: str | None
     help: str
     example: str = ""
@@ -44,53 +45,57 @@ class HelmFlag(NamedTuple):
     type: type = str
     panel: str = _PANEL
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.spelling.split(", "))
+
 
 _RARE = partial(HelmFlag, panel=_RARE_PANEL)
 HELM_FLAGS: tuple[HelmFlag, ...] = (
     HelmFlag(
-        ("-r", "--run-entries"),
+        "-r, --run-entries",
         "ENTRY…",
         "What to run, one or more entries.",
         "simple_mcqa:model=flexgen/opt-125m",
         "*",
     ),
     HelmFlag(
-        ("-c", "--conf-paths"),
+        "-c, --conf-paths",
         "FILE…",
         "Files with run entries; shipped ones are found from every folder.",
         "runs/quickstart.conf",
         "+",
     ),
-    HelmFlag(("-m", "--max-eval-instances"), "N", "Maximum instances per scenario (required).", "100", type=int),
+    HelmFlag("-m, --max-eval-instances", "N", "Maximum instances per scenario (required).", "100", type=int),
     HelmFlag(
-        ("--suite",),
+        "--suite",
         "NAME",
         "Name of this suite, for report and compare. Default: default, where unnamed runs mix.",
         "first",
     ),
-    HelmFlag(("-o", "--output-path"), "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
-    HelmFlag(("--models-to-run",), "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
-    HelmFlag(("--groups-to-run",), "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),
-    HelmFlag(("--priority",), "N", "Run only entries up to this priority of a -c file.", "2", type=int),
-    HelmFlag(("-t", "--num-train-trials"), "N", "Trials, each with other examples in its prompts.", "3", type=int),
-    HelmFlag(("-n", "--num-threads"), "N", "Threads that make requests. Default: 4.", "8", type=int),
-    HelmFlag(("-d", "--dry-run"), None, "Make the prompts, compute nothing."),
-    HelmFlag(("--skip-completed-runs",), None, "Leave out runs that have results already."),
-    HelmFlag(("--exit-on-error",), None, "Stop at the first run that fails."),
-    HelmFlag(("--disable-cache",), None, "Reuse no stored answers."),
-    HelmFlag(("--local-path",), "DIR", "Folder of HELM's deployments and caches. Default: prod_env.", "my_env"),
-    _RARE(("--plugins",), "MODULE…", "Modules or paths that register scenarios.", "my_scenarios", "+"),
-    _RARE(("--log-config",), "FILE", "YAML file that configures HELM's log.", "log.yaml"),
-    _RARE(("--cache-instances",), None, "Keep each scenario's instances on disk, and reuse them."),
-    _RARE(("--cache-instances-only",), None, "Keep the instances, and evaluate nothing."),
-    _RARE(("--skip-instances",), None, "Make no instances, only read the entries."),
-    _RARE(("--runner-class-name",), "CLASS", "Class that takes the place of HELM's runner.", "my_module.MyRunner"),
-    _RARE(("--server-url",), "URL", "HELM's proxy server, which then answers.", "http://localhost:1959"),
-    _RARE(("--api-key-path",), "FILE", "Key of that server.", "proxy_api_key.txt"),
-    _RARE(("--mongo-uri",), "URI", "MongoDB of HELM's request cache.", "mongodb://localhost/helm"),
-    _RARE(("--enable-huggingface-models",), "REPO…", "Models of HELM's Hugging Face client.", "openai/gpt2", "+"),
-    _RARE(("--enable-local-huggingface-models",), "DIR…", "The same from folders.", "models/mine", "+"),
-    _RARE(("--run-specs",), "ENTRY…", "HELM's former name of -r.", "ENTRY", "*"),
+    HelmFlag("-o, --output-path", "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
+    HelmFlag("--models-to-run", "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
+    HelmFlag("--groups-to-run", "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),
+    HelmFlag("--priority", "N", "Run only entries up to this priority of a -c file.", "2", type=int),
+    HelmFlag("-t, --num-train-trials", "N", "Trials, each with other examples in its prompts.", "3", type=int),
+    HelmFlag("-n, --num-threads", "N", "Threads that make requests. Default: 4.", "8", type=int),
+    HelmFlag("-d, --dry-run", None, "Make the prompts, compute nothing."),
+    HelmFlag("--skip-completed-runs", None, "Leave out runs that have results already."),
+    HelmFlag("--exit-on-error", None, "Stop at the first run that fails."),
+    HelmFlag("--disable-cache", None, "Reuse no stored answers."),
+    HelmFlag("--local-path", "DIR", "Folder of HELM's deployments and caches. Default: prod_env.", "my_env"),
+    _RARE("--plugins", "MODULE…", "Modules or paths that register scenarios.", "my_scenarios", "+"),
+    _RARE("--log-config", "FILE", "YAML file that configures HELM's log.", "log.yaml"),
+    _RARE("--cache-instances", None, "Keep each scenario's instances on disk, and reuse them."),
+    _RARE("--cache-instances-only", None, "Keep the instances, and evaluate nothing."),
+    _RARE("--skip-instances", None, "Make no instances, only read the entries."),
+    _RARE("--runner-class-name", "CLASS", "Class that takes the place of HELM's runner.", "my_module.MyRunner"),
+    _RARE("--server-url", "URL", "HELM's proxy server, which then answers.", "http://localhost:1959"),
+    _RARE("--api-key-path", "FILE", "Key of that server.", "proxy_api_key.txt"),
+    _RARE("--mongo-uri", "URI", "MongoDB of HELM's request cache.", "mongodb://localhost/helm"),
+    _RARE("--enable-huggingface-models", "REPO…", "Models of HELM's Hugging Face client.", "openai/gpt2", "+"),
+    _RARE("--enable-local-huggingface-models", "DIR…", "The same from folders.", "models/mine", "+"),
+    _RARE("--run-specs", "ENTRY…", "HELM's former name of -r.", "ENTRY", "*"),
 )
 
 
@@ -166,7 +171,6 @@ def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
         *flag.names,
         metavar=flag.metavar,
         help=f"{flag.help} Example: {example}" if flag.example else flag.help,
-        show_default=False,
         rich_help_panel=flag.panel,
         autocompletion=complete_helm_models if flag.metavar == "MODEL…" else None,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file, write_json
+from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, print_table, say, write_file, write_json
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     CsvFlag,
@@ -30,8 +30,6 @@ from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.policy import AUTOMATIC
 
 if TYPE_CHECKING:
-    import pandas
-
     from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
@@ -246,8 +244,8 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
         console.print(f"Expect {range_text(made.expected)}: {made.spread.source}.")
         if by_precision:
-            print_table(_precisions_table(by_precision))
-    print_table(_placement_table(made))
+            print_table([_precision_row(*item) for item in by_precision.items()])
+    _print_placement(made)
     batches = (
         f"in batches of {policy.gpu_batch_size:,}" if policy.gpu_batch_size < made.block_sequences else "as one batch"
     )
@@ -256,8 +254,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
         console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
     if prediction.feasible:
-        print_table(_seconds_table(made))
-    if prediction.feasible:
+        _print_seconds(made)
         print_block(made)
     console.print(made.why)
     if prediction.feasible:
@@ -271,47 +268,40 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
             console.print(f"  {'' if end else '  '}{shlex.join(words)}{end}", soft_wrap=True)
 
 
-def _precisions_table(by_precision: Mapping[str, Plan | None]) -> pandas.DataFrame:
-    """What the work takes with each precision; where no number of prompts is given, what a block takes."""
-    import pandas
-
-    def row(name: str, made: Plan | None) -> dict[str, str]:
-        if made is None:
-            return {"precision": name, "tokens/s": "no plan"}
-        prediction = made.solution.prediction
-        return {
-            "precision": name,
-            "weights": size(made.problem.stored_bytes),
-            "tokens/s": rate_text(prediction.tokens_per_s),
-            "at once": f"{made.block_sequences:,}",
-            "a block takes" if made.problem.endless else "takes": spelled_duration(prediction.latency_s),
-            "expect": range_text(made.expected),
-        }
-
-    return pandas.DataFrame(row(name, made) for name, made in by_precision.items()).fillna("")
+def _precision_row(name: str, made: Plan | None) -> dict[str, str]:
+    """Return what the work takes with a precision; where no number of prompts is given, what a block takes."""
+    if made is None:
+        return {"precision": name, "tokens/s": "no plan"}
+    prediction = made.solution.prediction
+    return {
+        "precision": name,
+        "weights": size(made.problem.stored_bytes),
+        "tokens/s": rate_text(prediction.tokens_per_s),
+        "at once": f"{made.block_sequences:,}",
+        "a block takes" if made.problem.endless else "takes": spelled_duration(prediction.latency_s),
+        "expect": range_text(made.expected),
+    }
 
 
-def _placement_table(made: Plan) -> pandas.DataFrame:
-    """Shares and bytes by tier."""
-    import pandas
-
+def _print_placement(made: Plan) -> None:
+    """Print shares and bytes by tier."""
     from flexgen_helm.planner.predict import placed_fractions
     from flexgen_helm.planner.problem import fractions_by_kind
 
     problem, memory = made.problem, made.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
-    table = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
+    columns = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
     for tier, name in _TIER_NAMES.items():
         if tier == "gpu" and problem.hardware.gpu is None:
             continue
         used = memory[tier]
         shares = [f"{100 * placement[kind][tier]:.0f} %" for kind in _KIND_NAMES]
-        table[name] = [*shares, size(used.peak), size(used.limit), size(used.workspace) if used.workspace else ""]
-    return pandas.DataFrame(table)
+        columns[name] = [*shares, size(used.peak), size(used.limit), size(used.workspace) if used.workspace else ""]
+    print_rows([*columns], [*zip(*columns.values())])
 
 
-def _seconds_table(made: Plan) -> pandas.DataFrame:
-    """Seconds of a block by resource and phase."""
+def _print_seconds(made: Plan) -> None:
+    """Print the seconds of a block by resource and phase."""
     import pandas
 
     prediction = made.solution.prediction
@@ -319,7 +309,8 @@ def _seconds_table(made: Plan) -> pandas.DataFrame:
     seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
     seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
     seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)].map("{:,.1f}".format)
-    return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
+    seconds = seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
+    print_rows([*seconds], seconds.to_numpy().tolist())
 
 
 def _search_frontier(asked: Asked, problem: PlanningProblem, picture: Path | None) -> None:
@@ -341,7 +332,7 @@ def _search_frontier(asked: Asked, problem: PlanningProblem, picture: Path | Non
             f"{asked.model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
             f"{count(round(workload.output), 'generated token')} each"
         )
-        print_table(frontier_table(points).cells.drop(columns="point"))
+        print_table(frontier_table(points).cells.drop(columns="point").to_dict("records"))
         output().print(
             "A block is the sequences that are computed at once. Weights, KV cache, and hidden states: percent on "
             "GPU/CPU/disk."

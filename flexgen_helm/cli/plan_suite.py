@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import seconds_left, to_arguments
 from flexgen_helm.cli.plan_problem import Asked, print_block, print_stored_type, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
@@ -19,8 +19,6 @@ from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.paired import margin_shown
 
 if TYPE_CHECKING:
-    import pandas
-
     from flexgen_helm.planner.plan import EntryWorkload, ScenarioPlan, SuitePlan
     from flexgen_helm.planner.problem import PlanningProblem
 
@@ -124,7 +122,11 @@ def print_suite(
         shares = f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
         output().print(f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: {shares}.")
         if left_s is not None:
-            print_table(_sample_table(sample))
+            cells = [
+                (row["entry"], str(row["instances"]), str(row["of"]), f"{100 * row['difference']:.1f} pp")
+                for row in sample["entries"]
+            ]
+            print_rows(["entry", "instances", "of", f"shows, at {FLIPS:.0%} flips"], cells)
 
 
 def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool) -> list[str]:
@@ -175,8 +177,9 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         f"{way}: {spelled_duration(total.seconds)}. Expect {range_text(total)}: {made.spread.source}.{slower}"
     )
     if planned.by_precision:
-        print_table(_precisions_table(planned))
-    print_table(_table(planned), optional=("policy", "shared", "prompt", "sequences", "entries"))
+        print_table([_precision_row(*item) for item in planned.by_precision.items()])
+    rows = [_scenario_row(scenario, planned) for scenario in planned.scenarios]
+    print_table(rows, optional=("policy", "shared", "prompt", "sequences", "entries"))
     limits = [f"{size(made.problem.limits[tier])} {where}" for tier, where in TIER_PLACES.items()]
     console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
@@ -208,47 +211,29 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         console.print(f"  {command}", soft_wrap=True)
 
 
-def _sample_table(sample: Mapping[str, Any]) -> pandas.DataFrame:
-    import pandas
-
-    table = pandas.DataFrame(sample["entries"])
-    table["difference"] = [f"{100 * value:.1f} pp" for value in table["difference"]]
-    return table.rename(columns={"difference": f"shows, at {FLIPS:.0%} flips"}).astype(str)
-
-
-def _precisions_table(planned: SuitePlan) -> pandas.DataFrame:
-    """What each precision takes."""
-    import pandas
-
-    def row(name: str, found: SuitePlan | None) -> dict[str, str]:
-        if found is None:
-            return {"precision": name, "takes": "no plan"}
-        return {
-            "precision": name,
-            "weights": size(found.made.problem.stored_bytes),
-            "runs": "1" if found.is_one_run else str(len(found.scenarios)),
-            "takes": spelled_duration(found.total.seconds),
-            "expect": range_text(found.total),
-        }
-
-    return pandas.DataFrame(row(*item) for item in planned.by_precision.items()).fillna("")
+def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
+    """Return what a precision takes."""
+    if found is None:
+        return {"precision": name, "takes": "no plan"}
+    return {
+        "precision": name,
+        "weights": size(found.made.problem.stored_bytes),
+        "runs": "1" if found.is_one_run else str(len(found.scenarios)),
+        "takes": spelled_duration(found.total.seconds),
+        "expect": range_text(found.total),
+    }
 
 
-def _table(planned: SuitePlan) -> pandas.DataFrame:
-    import pandas
-
-    def row(scenario: ScenarioPlan) -> dict[str, str]:
-        expected, answer, most = scenario.expected, scenario.expected.output, scenario.limit.output
-        return {
-            "scenario": scenario.entries[0].scenario,
-            "entries": str(len(scenario.entries)),
-            "sequences": f"{expected.num_sequences:,}",
-            "prompt": f"{expected.prompt:,.0f}",
-            "shared": f"{expected.prompt - expected.computed:,.0f}",
-            "answer": f"{answer:,.0f}" if round(answer) == round(most) else f"{answer:,.0f} of {most:,.0f}",
-            "alone": spelled_duration(scenario.alone.seconds),
-            "expect": range_text(scenario.alone),
-            "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
-        }
-
-    return pandas.DataFrame(map(row, planned.scenarios))
+def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
+    expected, answer, most = scenario.expected, scenario.expected.output, scenario.limit.output
+    return {
+        "scenario": scenario.entries[0].scenario,
+        "entries": str(len(scenario.entries)),
+        "sequences": f"{expected.num_sequences:,}",
+        "prompt": f"{expected.prompt:,.0f}",
+        "shared": f"{expected.prompt - expected.computed:,.0f}",
+        "answer": f"{answer:,.0f}" if round(answer) == round(most) else f"{answer:,.0f} of {most:,.0f}",
+        "alone": spelled_duration(scenario.alone.seconds),
+        "expect": range_text(scenario.alone),
+        "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
+    }

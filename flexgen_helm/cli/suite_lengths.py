@@ -18,7 +18,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.report.answers import STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
-from flexgen_helm.runs.lengths import ASSUMED_FACTOR, EntryLengths, lengths_of
+from flexgen_helm.runs.lengths import ASSUMED_FACTOR, lengths_of
 
 # Folder of a dry run's files; a test compares it with the plugin's, which imports HELM.
 DRY_RUN_FOLDER = "dry_run"
@@ -46,11 +46,18 @@ def stated_workload(entry: str, most_instances: int, config: ModelConfig) -> Ent
     if unread and basis != "assumed":
         basis, source = "assumed", f"{source}; without {', '.join(unread)}"
     factor = ASSUMED_FACTOR if basis == "assumed" else 1.0
-    room = config.max_positions - lengths.max_tokens
+    instances = min(most_instances, lengths.instances)
+    requests = max(1, round(instances * lengths.requests))
+    room = config.max_positions - lengths.max_tokens  # for a prompt; HELM cuts a longer one
 
     def workload(prompts: float, answer: float) -> Workload:
-        most = min(answer, lengths.max_tokens)
-        return _workload(lengths, min(most_instances, lengths.instances), prompts, most, room)
+        prompt = max(1, min(round(prompts * lengths.prompt), room))
+        instance = round(prompts * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are shared
+        shared = max(0, prompt - max(1, instance))
+        saved = shared * (requests - 1) + (lengths.completions - 1) * requests * prompt
+        total = requests * lengths.completions * prompt
+        group = (prompt, max(1, round(min(answer, lengths.max_tokens))), requests * lengths.completions)
+        return Workload((group,), saved, total - saved if lengths.scored else 0)
 
     return EntryWorkload(
         entry,
@@ -60,20 +67,8 @@ def stated_workload(entry: str, most_instances: int, config: ModelConfig) -> Ent
         expected=workload(1.0, lengths.answer),
         longest=workload(factor, lengths.answer * ANSWER_FACTOR),
         limit=workload(factor, lengths.max_tokens),
-        instances=min(most_instances, lengths.instances),
+        instances=instances,
     )
-
-
-def _workload(lengths: EntryLengths, instances: int, factor: float, answer: float, room: int) -> Workload:
-    """Return the sequences of so many instances; room: positions of the model for a prompt, beyond which HELM cuts."""
-    requests = max(1, round(instances * lengths.requests))
-    prompt = max(1, min(round(factor * lengths.prompt), room))
-    instance = round(factor * (lengths.prompt - lengths.shared))  # HELM leaves examples out, which are what is shared
-    shared = max(0, prompt - max(1, instance))
-    saved = shared * (requests - 1) + (lengths.completions - 1) * requests * prompt
-    total = requests * lengths.completions * prompt
-    group = (prompt, max(1, round(answer)), requests * lengths.completions)
-    return Workload((group,), saved, total - saved if lengths.scored else 0)
 
 
 def made_prompts(suite: Path) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.paired import LEVEL
-from flexgen_helm.report.scores import RunScores, precision_rank
+from flexgen_helm.report.scores import RunScores, grouped, precision_rank
 from flexgen_helm.report.verdicts import Equivalence, first_names
 
 Cost = Literal["time", "memory"]
@@ -86,14 +86,12 @@ def choose_precision(model: ModelComparison, by: Cost = "time") -> Choice:
     if model.kind == "model":
         raise UsageError("--choose takes a precision of one model; with a model as --baseline leave it out")
     baseline, margin = model.baseline, model.margin
-    entries_of: dict[str, set[str]] = {}
-    for comparison in model.comparisons:
-        entries_of.setdefault(comparison.precision, set()).add(comparison.run)
-    entries = set().union(*entries_of.values())
+    entries = {one.run for one in model.comparisons}
+    compared = grouped(model.comparisons, lambda one: one.precision)
     judged = {
         precision: [(one.run, one.equivalence) for one in model.judged(precision) if one.equivalence]
-        for precision in sorted(entries_of, key=precision_rank)
-        if entries_of[precision] == entries and precision in PRECISIONS and model.judged(precision)
+        for precision in sorted(compared, key=precision_rank)
+        if {one.run for one in compared[precision]} == entries and precision in PRECISIONS and model.judged(precision)
     }
     if not judged:
         raise UsageError(
@@ -147,7 +145,7 @@ def choose_precision(model: ModelComparison, by: Cost = "time") -> Choice:
     timeless = [candidate.precision for candidate in candidates if candidate.seconds_per_token is None]
     if by == "time" and timeless:
         text += f"; {', '.join(timeless)} cannot be chosen by time, because it is not known (flexgen_run.json has none)"
-    if left_out := [name for name in entries_of if name not in judged]:
+    if left_out := [name for name in compared if name not in judged]:
         text += f"; {', '.join(left_out)} cannot be chosen, because not all {len(entries):,} run entries were judged"
     command = f"flexgen-helm run -r ENTRY:model=flexgen/{model.model} -m N --precision {taken.precision}"
     candidates = [replace(one, verdict=verdicts.get(one.precision, "")) for one in candidates]

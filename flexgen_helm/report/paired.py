@@ -252,14 +252,12 @@ def inferiority_p_value(lost: int, won: int, count: int, margin: float) -> float
     large as the observed one. Lloyd and Moldovan, Statistics in Medicine 27 (2008), 3540-3549; the confidence interval
     of the unknown share is from Berger and Boos, J. American Statistical Association 89 (1994), 1012-1016.
     """
-    from scipy.special import bdtr, betaincinv, gammaln, xlog1py, xlogy
+    from scipy.stats import binom, binomtest
 
     observed = float(tango_score(lost, won, count, margin))
     if observed >= 0:
         return 1.0
-    low = float(betaincinv(won, count - won + 1, _GAMMA / 2)) if won else 0.0
-    high = min(float(betaincinv(won + 1, count - won, 1 - _GAMMA / 2)) if won < count else 1.0, (1 - margin) / 2)
-    low = min(low, high)
+    low, high = np.minimum(binomtest(won, count).proportion_ci(1 - _GAMMA), (1 - margin) / 2).tolist()
     # Beyond these there is less than 1e-9 of the probability.
     first = math.floor(count * low - 8 * math.sqrt(count * low))
     last = math.ceil(count * high + 8 * math.sqrt(count * high) + 30)
@@ -270,14 +268,12 @@ def inferiority_p_value(lost: int, won: int, count: int, margin: float) -> float
         middle = (num_lost + most + 1) // 2
         is_small = tango_score(np.maximum(middle, 0), num_won, count, margin) <= observed + 1e-12
         num_lost, most = np.where(is_small, middle, num_lost), np.where(is_small, most, middle - 1)
-    log_choices = gammaln(count + 1) - gammaln(num_won + 1) - gammaln(count - num_won + 1)
 
     def probability(shares: Vector) -> Vector:
         won_share = shares[:, None]
-        weight = np.exp(log_choices + xlogy(num_won, won_share) + xlog1py(count - num_won, -won_share))
         lost_share = np.minimum((won_share + margin) / (1 - won_share), 1.0)
-        below = np.where(num_lost >= 0, bdtr(np.maximum(num_lost, 0), count - num_won, lost_share), 0.0)
-        return np.asarray((weight * below).sum(axis=1))
+        below = binom.cdf(num_lost, count - num_won, lost_share)
+        return np.asarray((binom.pmf(num_won, count, won_share) * below).sum(axis=1))
 
     # Equal steps of the square root are equal steps in standard errors.
     roots = np.linspace(math.sqrt(low), math.sqrt(high), _GRID_POINTS)

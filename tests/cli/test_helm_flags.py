@@ -36,7 +36,7 @@ def test_the_flags_are_those_of_helms_parser():
     parser = build_parser()
     assert differences(HELM_FLAGS, parser) == {}
     assert set(differences(HELM_FLAGS[1:], parser)) == {"-r", "--run-entries"}  # missing
-    assert set(differences((*HELM_FLAGS, HelmFlag(("--invented",), None, "")), parser)) == {"--invented"}
+    assert set(differences((*HELM_FLAGS, HelmFlag("--invented", None, "")), parser)) == {"--invented"}
     as_switch = tuple(flag._replace(metavar=None) if "--suite" in flag.names else flag for flag in HELM_FLAGS)
     assert set(differences(as_switch, parser)) == {"--suite"}
 
