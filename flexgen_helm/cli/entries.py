@@ -87,12 +87,19 @@ def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False)
     rows = []
     for entry, source in sources.items():
         scenario, arguments = parse(entry)
-        data = DATA[scenario] if scenario in known else None
-        needs, belongs, found = "its own data" if scenario not in known else "nothing", None, None
-        if data is not None:
-            needs, belongs = data.title.format_map(arguments), data.place(output_path)
+        row: dict[str, Any] = {
+            "run_entry": entry,
+            "source": source,
+            "needs": "nothing",
+            "place": None,
+            "is_here": True,
+            "folder": None,
+        }
+        if scenario not in known:
+            row |= {"needs": "its own data", "is_here": False}
+        elif (data := DATA[scenario]) is not None:
             found = data.find(arguments, output_path)
-        is_here = needs == "nothing" or found is not None
-        row = {"run_entry": entry, "source": source, "needs": needs, "place": belongs, "is_here": is_here}
-        rows.append({**row, "folder": None if found is None else str(found)})
+            row |= {"needs": data.title.format_map(arguments), "place": data.place(output_path)}
+            row |= {"is_here": found is not None, "folder": found and str(found)}
+        rows.append(row)
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -103,6 +104,8 @@ def _resampling(count: int) -> dict[str, Any]:
 _RESAMPLES = 4999
 # Of fewer documents too many samples consist of a few of them, and their standard errors are too small.
 _MIN_RESAMPLED = 10
+# Sum of the normal quantiles of two one-sided tests at 5 % that decide in 80 % of the cases.
+_QUANTILES = NormalDist().inv_cdf(0.95) + NormalDist().inv_cdf(0.9)
 
 
 @dataclass(frozen=True)
@@ -184,14 +187,7 @@ class RatioOfSums:
 
     def documents_needed(self, margin: float) -> int:
         """Return how many documents show equivalence in about 80 % of the cases if the means do not differ."""
-        return math.ceil(len(self.changes) * (_quantiles() * self.standard_error / margin) ** 2) + 2
-
-
-def _quantiles() -> float:
-    """Sum of the normal quantiles of two one-sided tests at 5 % that decide in 80 % of the cases."""
-    from scipy.special import ndtri
-
-    return float(ndtri(0.95) + ndtri(0.9))
+        return math.ceil(len(self.changes) * (_QUANTILES * self.standard_error / margin) ** 2) + 2
 
 
 # Shares of right answers. Of n instances, `lost` are right in the first run only and `won` in the second only; the
@@ -209,9 +205,8 @@ def score_interval(lost: int, won: int, count: int) -> Interval:
     17 (1998), 891-908, (8) and (9).
     """
     from scipy.optimize import brentq
-    from scipy.special import ndtri
 
-    quantile = float(ndtri(1 - LEVEL / 2))
+    quantile = NormalDist().inv_cdf(1 - LEVEL / 2)
 
     def upper(up: int, down: int) -> float:
         """Return the largest difference (up - down) / count that is not rejected."""
@@ -252,7 +247,7 @@ def inferiority_p_value(lost: int, won: int, count: int, margin: float) -> float
     large as the observed one. Lloyd and Moldovan, Statistics in Medicine 27 (2008), 3540-3549; the confidence interval
     of the unknown share is from Berger and Boos, J. American Statistical Association 89 (1994), 1012-1016.
     """
-    from scipy.stats import binom, binomtest
+    from scipy.stats import binom, binomtest  # type: ignore[attr-defined]
 
     observed = float(tango_score(lost, won, count, margin))
     if observed >= 0:
@@ -290,12 +285,12 @@ def instances_needed(flips: float, margin: float) -> int:
     for two one-sided tests at 5 % (Chow, Shao and Wang, Sample Size Calculations, 2008, 4.2). The second term is for
     the exact test, whose steps matter if a handful of flips is expected.
     """
-    return math.ceil(flips * (_quantiles() / margin) ** 2 + 4 / margin)
+    return math.ceil(flips * (_QUANTILES / margin) ** 2 + 4 / margin)
 
 
 def margin_shown(instances: int, flips: float) -> float:
     """Return the least margin within which so many instances show equivalence: the inverse of `instances_needed`."""
-    return min(1.0, (2 + math.sqrt(4 + instances * flips * _quantiles() ** 2)) / instances)
+    return min(1.0, (2 + math.sqrt(4 + instances * flips * _QUANTILES**2)) / instances)
 
 
 # Both, of the instances of two runs.

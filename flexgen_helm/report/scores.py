@@ -185,8 +185,7 @@ class RunScores:
 
     @property
     def workload(self) -> dict[str, float]:
-        workload: dict[str, float] = self.run.get("workload", {})
-        return workload
+        return dict(self.run.get("workload", {}))
 
     @property
     def num_tokens(self) -> float:

@@ -21,7 +21,7 @@ from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
-from flexgen_helm.report.scores import RunScores, precision_rank, total_speeds
+from flexgen_helm.report.scores import RunScores, grouped, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
@@ -119,10 +119,10 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    pairs = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    found = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
     # Models and precisions below each other, in the order in which entries and metrics first appear.
-    names = list(dict.fromkeys(name for run, metric in pairs for name in (run.entry, metric)))
-    pairs.sort(key=lambda pair: (names.index(pair[0].entry), names.index(pair[1])))
+    by_row = grouped(found, lambda pair: (pair[0].entry, pair[1]))
+    pairs = [pair for row in by_row.values() for pair in row]
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
          _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
@@ -484,8 +484,9 @@ def layers_table(found: Divergence) -> Table:
 
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
-    is_text = isinstance(found, TextDivergence)
-    on, none = (Path(found.text).name, "window") if is_text else ("what the scores are made of", "instance")
+    on, none = "what the scores are made of", "instance"
+    if isinstance(found, TextDivergence):
+        on, none = Path(found.text).name, "window"
     cells = pd.DataFrame(
         {
             "precision": one.precision,
@@ -499,10 +500,12 @@ def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> 
         }
         for one in found.precisions
     )
-    if not is_text:
-        cells.insert(0, "run entry", [entry.entry for entry in found.entries for _ in entry.precisions])
+    if isinstance(found, SuiteDivergence):
+        entries = pd.Series([entry.entry for entry in found.entries for _ in entry.precisions])
+        cells.insert(0, "run entry", entries)
         del cells["KL median"]  # of ten columns a tablet has no room
-    return Table(cells, f"Divergence from {baseline} on {on}, nats", 0 if is_text else 2)
+    num_keys = 2 if isinstance(found, SuiteDivergence) else 0
+    return Table(cells, f"Divergence from {baseline} on {on}, nats", num_keys)
 
 
 def _positions(comparison: Comparison) -> list[float]:
