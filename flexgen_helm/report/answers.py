@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,11 +132,13 @@ def read_instances(folder: Path) -> dict[str, str]:
     Empty if HELM's file is missing or damaged.
     """
     digests = {}
-    for state in read_states(folder):
-        instance = state["instance"]
-        asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
-        digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
-    return digests
+    with suppress(AttributeError, KeyError, TypeError):  # not as HELM writes it
+        for state in read_states(folder):
+            instance = state["instance"]
+            asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
+            digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+        return digests
+    return {}
 
 
 def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -143,10 +146,11 @@ def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[
 
     None if the file is missing or damaged.
     """
-    for state in read_object(folder / STATE_FILE).get("request_states", ()):
-        instance = state["instance"]
-        if "perturbation" not in instance and (wanted is None or instance["id"] in wanted):
-            yield state
+    with suppress(AttributeError, KeyError, TypeError):  # not as HELM writes it
+        for state in read_object(folder / STATE_FILE).get("request_states", ()):
+            instance = state["instance"]
+            if "perturbation" not in instance and (wanted is None or instance["id"] in wanted):
+                yield state
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

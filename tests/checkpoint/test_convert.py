@@ -435,8 +435,8 @@ def test_what_the_model_needs_is_checked_before_the_work(tmp_path, monkeypatch):
         convert(write_pickled(tmp_path / "lacking", tensors))
     with pytest.raises(CheckpointError, match=r"asks for \[99, 16\]"):
         convert(write_pickled(tmp_path / "shape", vocab_size=99))
-    with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
-        convert(write_pickled(tmp_path / "foreign", architectures=["MambaForCausalLM"]))
+    with pytest.raises(UnsupportedArchitectureError, match="RwkvForCausalLM"):
+        convert(write_pickled(tmp_path / "foreign", architectures=["RwkvForCausalLM"]))
 
 
 def test_an_index_and_its_shards_must_agree(tmp_path):
@@ -610,8 +610,8 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub, monkeypatch):
 
 
 def test_a_foreign_architecture_is_refused_before_its_weights_come(hub):
-    config = {**SMALL_LLAMA, "architectures": ["MambaForCausalLM"]}
+    config = {**SMALL_LLAMA, "architectures": ["RwkvForCausalLM"]}
     (hub.source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
+    with pytest.raises(UnsupportedArchitectureError, match="RwkvForCausalLM"):
         convert("org/repo")
     assert not any(name.endswith(".bin") for name in hub.asked)

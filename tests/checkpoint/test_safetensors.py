@@ -200,8 +200,8 @@ def test_folder_without_weights_or_with_too_many(folder):
 
 def test_config_problems_are_named(folder):
     file = folder / "config.json"
-    edit_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
-    with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
+    edit_config(folder, architectures=["RwkvForCausalLM"], model_type="rwkv")
+    with pytest.raises(UnsupportedArchitectureError, match="RwkvForCausalLM"):
         open_checkpoint(folder)
     edit_config(folder, architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "eetq"})
     with pytest.raises(CheckpointError, match="eetq"):
