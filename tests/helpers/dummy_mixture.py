@@ -30,6 +30,7 @@ PRECISION = PRECISIONS["4bit-weights"]
 SHAPES = dict(hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, num_key_value_heads=4,
               head_dim=128, num_experts=256, num_experts_per_tok=8, vocab_size=32000)  # fmt: skip
 _TILE_STRIPES = 16
+_GENERATOR = torch.Generator()
 
 
 def write_config(folder: Path, layers: int, **shapes: int) -> None:
@@ -46,7 +47,7 @@ def write_config(folder: Path, layers: int, **shapes: int) -> None:
 
 
 class _Repeated(MatrixLoader):
-    """Draws the stripes of packed matrices from a few that were quantized."""
+    """Draws the stripes of packed matrices from a few that were quantized, the same in every process."""
 
     def _tiles(self, name: str) -> Iterator[torch.Tensor]:
         fmt = self.format_of(name)
@@ -54,17 +55,19 @@ class _Repeated(MatrixLoader):
         (stripes, _), width = self._storage(name)[0], self._checkpoint.shapes[name][1]
         known = self._quantized(fmt, width)
         for first in range(0, stripes, _TILE_STRIPES):
-            yield known[torch.randint(len(known), (min(_TILE_STRIPES, stripes - first),))].flatten()
+            drawn = torch.randint(len(known), (min(_TILE_STRIPES, stripes - first),), generator=_GENERATOR)
+            yield known[drawn].flatten()
 
     def _quantized(self, fmt: GroupFormat, width: int) -> torch.Tensor:
         known = self.__dict__.setdefault("_known", {})
         if width not in known:
-            known[width] = quantize(0.02 * torch.randn(32 * fmt.stripe_rows, width), fmt)
+            known[width] = quantize(0.02 * torch.randn(32 * fmt.stripe_rows, width, generator=_GENERATOR), fmt)
         return known[width]
 
 
 def write_mixture(folder: Path, layers: int, **shapes: int) -> int:
     """Write a model of so many layers; return the bytes of its experts."""
+    _GENERATOR.manual_seed(0)
     write_config(folder, layers, **shapes)
     checkpoint = open_checkpoint(folder, weights="dummy")
     (folder / "offload").mkdir(exist_ok=True)
