@@ -305,8 +305,9 @@ class TokensBefore:
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
 
-    def __add__(self, more: int) -> TokensBefore:
-        return TokensBefore(self._counts + more)
+    def __add__(self, more: int | Tensor) -> TokensBefore | Tensor:
+        total = self._counts + more
+        return total if isinstance(more, Tensor) else TokensBefore(total)
 
     __radd__ = __add__
 
