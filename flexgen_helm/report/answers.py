@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,17 +125,18 @@ _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
 _SIZES = {"lambada": 5153, "wikitext": 62}
 # Entries of an adapter spec that may differ between runs of one comparison.
 _NOT_COMPARED = ("model", "model_deployment", "max_eval_instances")
+# "instance" is the first key of a request state. No JSON string has an unescaped quote, so none contains these.
+_INSTANCE, _REQUEST = b'"instance": {', b'"request": {'
 
 
 def read_instances(folder: Path) -> dict[str, str]:
     """Return id -> digest of text and references, for each instance of a run without a perturbation.
 
-    Empty if HELM's file is missing or damaged.
+    Empty if HELM's file is missing or damaged. The answers, most of that file, are not parsed.
     """
     digests = {}
-    with suppress(AttributeError, KeyError, TypeError):  # not as HELM writes it
-        for state in read_states(folder):
-            instance = state["instance"]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for instance, _ in _requests(folder):
             asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
             digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
         return digests
@@ -144,13 +146,26 @@ def read_instances(folder: Path) -> dict[str, str]:
 def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield HELM's request states of instances without a perturbation; wanted: ids, all if None.
 
-    None if the file is missing or damaged.
+    Ends where the file is missing or damaged.
     """
-    with suppress(AttributeError, KeyError, TypeError):  # not as HELM writes it
-        for state in read_object(folder / STATE_FILE).get("request_states", ()):
-            instance = state["instance"]
-            if "perturbation" not in instance and (wanted is None or instance["id"] in wanted):
-                yield state
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for instance, text in _requests(folder):
+            if wanted is None or instance["id"] in wanted:
+                yield json.JSONDecoder().raw_decode(text.decode())[0]
+
+
+def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield the instance and the JSON text, which is not parsed yet, of each request state."""
+    decoder = json.JSONDecoder()
+    with (folder / STATE_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = content.find(_INSTANCE)
+        while at >= 0:
+            start, following = at + len(_INSTANCE) - 1, content.find(_INSTANCE, at + 1)
+            end = content.find(_REQUEST, start)
+            instance, _ = decoder.raw_decode(content[start : end if end >= 0 else len(content)].decode())
+            if "perturbation" not in instance:
+                yield instance, content[content.rfind(b"{", 0, at) : following if following >= 0 else len(content)]
+            at = following
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ _TEXTS = st.text(st.sampled_from('"instance": {}request\\\n[],é☃'), max_size=
 
 @given(st.lists(st.tuples(st.sampled_from(["id0", "id1", "id2"]), _TEXTS, _TEXTS, st.booleans()), max_size=6))
 def test_files_are_read_as_a_parser_reads_them(tmp_path_factory, drawn):
-    """Whatever texts contain, the same instances and answers are found."""
+    """Places are found by bytes; whatever texts contain, the same instances and answers are found."""
     folder = tmp_path_factory.mktemp("run")
     states = [request_state(key, text, answer) for key, text, answer, _ in drawn]
     for state, (*_, is_perturbed) in zip(states, drawn):
