@@ -18,10 +18,10 @@ from flexgen_helm.checkpoint.folder import (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_FILES,
-    read_json,
     require_small_file,
     tokenizer_folder,
 )
+from flexgen_helm.checkpoint.generation_config import configured_eos_ids
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
 from flexgen_helm.progress import ProgressPhase, report
@@ -135,7 +135,7 @@ class Tokenizer:
             backend,
             bos_id=loaded.bos_token_id,
             eos_id=loaded.eos_token_id,
-            eos_ids=_configured_eos_ids(folder),
+            eos_ids=configured_eos_ids(folder),
             chat_template=template.get("default") if isinstance(template, dict) else template,
             special_tokens=loaded.special_tokens_map,
         )
@@ -276,26 +276,6 @@ def _require_complete(folder: Path) -> None:
     for name, content in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {content}; fetch it again")
-
-
-def _configured_eos_ids(folder: Path) -> set[int]:
-    """Collect `eos_token_id` (an id or a list of them) from the generation and the model configuration."""
-    ids: set[int] = set()
-    for name in (GENERATION_CONFIG, CONFIG):
-        if not (folder / name).is_file():
-            continue
-        config = read_json(folder / name)
-        # A multimodal checkpoint has its language model's settings one level down.
-        text_config = config.get("text_config") or {}
-        if not isinstance(text_config, dict):
-            raise CheckpointError(f"{folder / name} has a text_config that is no JSON object")
-        for section in (config, text_config):
-            value = section.get("eos_token_id")
-            listed = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(token_id, int) for token_id in listed):
-                raise CheckpointError(f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids")
-            ids.update(listed)
-    return ids
 
 
 def _why_not_text(texts: Sequence[str]) -> str:
