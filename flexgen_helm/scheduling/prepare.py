@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import index
 
-from flexgen_helm.errors import RequestError
+from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, PREFILL_LANES, SchedulerLimits
 from flexgen_helm.planner.policy import Schedule, Workload
@@ -289,7 +289,7 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
         )
     # The last token is never fed, so a prompt may be scored one token beyond the window.
     if len(tokens) + max_tokens > config.max_positions + 1:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}, together beyond the model's window "
             f"of {config.max_positions} tokens{config.context_end}; shorten the prompt or lower max_tokens"
         )
