@@ -187,7 +187,8 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
 def test_values_by_which_clients_say_none_are_none(tokenizer):
     none = {
         "seed": -1, "n": None, "stop": [], "logit_bias": {}, "logprobs": False, "top_k": -1, "min_tokens": 0,
-        "tools": [], "tool_choice": "auto", "metadata": {}, "store": False, "response_format": {"type": "text"}, "suffix": "",
+        "tools": [], "tool_choice": "auto", "metadata": {}, "store": False, "suffix": "",
+        "response_format": {"type": "text"},
     }  # fmt: skip
     for url, body in ((TEXT, {"prompt": "fox"}), (CHAT, {"messages": MESSAGES})):
         plain = requests(tokenizer, url, body)
