@@ -145,6 +145,11 @@ class ModelConfig(Identified, ABC):
         return False
 
     @property
+    def refused_ids(self) -> Mapping[int, str]:
+        """Ids of tokens that a text cannot have: what they do there."""
+        return {}
+
+    @property
     def context_end(self) -> str:
         """Say what begins behind the context, where that is shorter than the model's; "" where it is not."""
         return ""

@@ -38,6 +38,7 @@ REFUSED = {
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
+    "MllamaForCausalLM": "does not call its layers one after the other",
     "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
     "ZayaForCausalLM": "states in a module that returns more|does not go on from the states",
@@ -53,12 +54,11 @@ UNDECLARED = {
     "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "StableLmForCausalLM", "TrOCRForCausalLM",
     "WhisperForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
-# Models of several parts, whose language model is a class of its own in this list; and one whose random model
-# answers with the padding token, which moves positions.
+# Models of several parts, whose language model is a class of its own in this list.
 OTHERS = {
     "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration",
-    "MossTranscribeDiarizeForConditionalGeneration", "RobertaPreLayerNormForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration",
 }  # fmt: skip
 
 
@@ -107,12 +107,15 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def requests() -> list[GenerationRequest]:
-    """Prompts of mixed lengths, of which two share a beginning; together more tokens than positions and vocabulary."""
+    """Prompts of mixed lengths, of which two share a beginning; together more tokens than positions and vocabulary.
+
+    Their ids are all over the vocabulary, with the last three, which have a meaning.
+    """
     draw = random.Random(1)
-    shared = [draw.randrange(3, 60) for _ in range(9)]
+    shared = [draw.randrange(3, 64) for _ in range(8)] + [63]
     beginnings = [(), (), (), shared, shared]
     prompts = [
-        [*begin, *(draw.randrange(3, 60) for _ in range(length))]
+        [*begin, *(draw.randrange(3, 64) for _ in range(length))]
         for begin, length in zip(beginnings, (1, 7, 50, 3, 4), strict=True)
     ]
     asked = {"max_tokens": 4, "echo_logprobs": True, "ignore_eos": True}
@@ -208,6 +211,7 @@ def measure() -> Iterator[tuple[str, str, float]]:
 REASONS = {
     "two attentions in a layer": ["DiffLlama", "LongcatFlash"],
     "layers that run several times": ["HrmText"],
+    "layers that a text leaves out": ["Mllama"],
     "states that are kept in a way of their own": ["RecurrentGemma", "Rwkv", "Zaya", "xLSTM"],
     "layers are given the embeddings again": ["Zamba", "Zamba2"],
     "experts outside transformers' interface": ["Dbrx", "JetMoe"],

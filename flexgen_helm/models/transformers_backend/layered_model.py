@@ -145,12 +145,12 @@ class LayeredModel:
         with suppress(_AllRecordedError):
             try:
                 self._run(self.base, inputs)
-            except ValueError as error:  # it unpacks what its layers return, and none of them has run yet
+            except (ValueError, IndexError) as error:  # it unpacks what its layers return, and none has run yet
                 expected = _UNPACKED.search(str(error))
                 if expected is None or any(state.num_returned for state in self._states):
                     raise
                 for state in self._states:
-                    state.num_returned = int(expected[1])
+                    state.num_returned = int(expected[1] or 1)
                 self._run(self.base, inputs)
         hidden = self._states[0].hidden
         recorded = [state.recorded for state in self._states if state.recorded is not None]
@@ -181,7 +181,8 @@ class LayeredModel:
         without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
-        with _KnownMask(mask) if self.has_states else nullcontext():
+        known = _KnownLength(positions) if positions.device.type == "meta" else nullcontext()
+        with known, _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
@@ -336,9 +337,22 @@ class _KnownMask(TorchFunctionMode):
         return out
 
 
+class _KnownLength(TorchFunctionMode):
+    """Answers which the last position of traced tokens is: modules ask whether a text is long (LongRoPE)."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()
+        self._shape = positions.shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.max, Tensor.max) and len(args) == 1 and args[0].shape == self._shape:
+            return torch.tensor(self._shape[-1] - 1)
+        return func(*args, **(kwargs or {}))
+
+
 # An annotation such as `transformers.cache_utils.Cache | None`.
 _CACHE = re.compile(r"\bCache\b")
-_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
+_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)|invalid index of a 0-dim()")
 
 
 class _AllRecordedError(Exception):
