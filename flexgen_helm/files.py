@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
+
+
+def append(file: FileIO, text: str) -> None:
+    """Append a text to an open file and hand it to the system. Raises OSError, which names the file."""
+    left = memoryview(text.encode())
+    with naming(Path(str(file.name))):
+        while left:  # a disk that gets full takes a part
+            left = left[file.write(left) :]
 
 
 def replace_text(path: Path, text: str) -> None:
