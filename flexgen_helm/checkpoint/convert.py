@@ -139,7 +139,7 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
     if resolved.kind in ("gguf", "wheel"):
         raise UsageError(f"{resolved.name} is a GGUF model, which is read as it is; nothing needs converting")
     if (folder := resolved.path) is not None:
-        if folder.is_file() or any(folder.glob("*.safetensors")):
+        if folder.is_file() or any(folder.glob("[!.]*.safetensors")):
             raise UsageError(f"{folder} has safetensors weights; nothing needs converting")
         files = pickled_files(folder, str(folder))
         return _Source(folder, files, folder.resolve().name, out or folder_conversion(folder))

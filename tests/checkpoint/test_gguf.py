@@ -257,6 +257,23 @@ def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
     assert text.endswith(": general.sampling.penalty_repeat, repetition_penalty")
 
 
+@pytest.mark.parametrize(
+    ("arch", "keys", "named"),
+    [
+        ("llama", {"general.type": "adapter", "adapter.type": "lora"}, "adapter"),
+        ("imatrix", {"general.type": "imatrix"}, "imatrix"),
+        ("imatrix", {}, "imatrix"),
+        ("clip", {"general.type": "mmproj"}, r"mmproj \(clip\)"),
+        ("clip", {}, "clip"),
+        ("controlvector", {}, "controlvector"),
+    ],
+)
+def test_a_file_that_is_no_language_model_is_refused_by_its_kind(tmp_path, arch, keys, named):
+    path = write_gguf(tmp_path / "m.gguf", arch, keys, [("t", np.ones((4, 32), np.float32), Kind.F32)])
+    with pytest.raises(UnsupportedArchitectureError, match=f"no language model but of the kind {named}"):
+        open_checkpoint(path)
+
+
 def test_unknown_architecture_and_foreign_files(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
