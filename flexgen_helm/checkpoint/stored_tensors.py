@@ -144,7 +144,7 @@ def match_tensors(
 
 
 # What compiling and training in parallel put into names.
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module|_(?:forward|fsdp_wrapped|checkpoint_wrapped)_module)\.")
 
 
 def described_by(path: Path) -> str:
