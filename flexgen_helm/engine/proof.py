@@ -42,7 +42,7 @@ from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.models.miniature import HIDDEN, MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
@@ -57,6 +57,8 @@ _DEVIATION = 0.25
 # Sequences of a batch, and batches of a block: fewer than there are requests.
 _BLOCK = Policy(3, 2)
 _STEPS = 4
+# PyTorch's threads divide a row of as many numbers.
+_LARGE_VOCABULARY = 40_000
 _PROOFS, _SCRATCH = "proofs.json", "proof-"
 _TABLE = Path(__file__).with_name("proved.json")
 # Whether the engine that is opened here is itself part of a proof.
@@ -180,14 +182,14 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
     elif checkpoint.config_content is not None and not _is_proving.get():
         report(ProgressPhase("prove", model.name))
         with (
-            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0]) as (_, opened),
+            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0], _LARGE_VOCABULARY) as (_, opened),
             _opened(engine, replace(opened, options=replace(opened.options, batch_invariant=True))) as small,
         ):
             asked = trial_requests(SEEDS[0])
             together = [(result.prompt_logprobs, result.completions) for result in small.run(asked)]
             alone = [small.run([request])[0] for request in asked]
         if together != [(result.prompt_logprobs, result.completions) for result in alone]:
-            why = f"modules of transformers compute {checkpoint.config.class_name} over the whole batch"
+            why = f"a small model of its class, {checkpoint.config.class_name}, has other bits alone than in company"
     if why:
         raise UsageError(f"--batch-invariant does not hold for {model.name}: {why}")
 
@@ -199,16 +201,25 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
 
 
 @contextmanager
-def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> Iterator[tuple[Any, OpenedModel]]:
+def _small_model(
+    content: Mapping[str, Any], config: ModelConfig, seed: int, vocabulary: int = VOCABULARY
+) -> Iterator[tuple[Any, OpenedModel]]:
     """Make a random small model of a kind: of transformers, and opened.
+
+    vocabulary: tokens, of which requests have the first `VOCABULARY`.
 
     Raises `FlexgenError` if no small model has every kind of layer.
     """
     with _quiet_transformers():
         for cls, small in miniatures(content, config):
+            if vocabulary > VOCABULARY:
+                small.vocab_size = vocabulary
             with torch.device("meta"):
                 model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
-            if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
+            if (
+                sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+                <= MAX_WEIGHTS + 2 * HIDDEN * vocabulary
+            ):
                 with torch.random.fork_rng(devices=[]), trial_folder() as folder:
                     model = random_reference(cls, small, seed, Path(folder))
                     checkpoint = open_as(type(config), Path(folder))
