@@ -207,8 +207,6 @@ def _require_undamaged_archive(file: Path) -> None:
     """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
     with file.open("rb") as opened:
         start = opened.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{file} is a pointer of git LFS, not the file itself; run git lfs pull")
     if not zipfile.is_zipfile(file):
         if start.startswith(b"PK\x03\x04"):
             raise CheckpointError(f"{file} is truncated ({file.stat().st_size:,} bytes); fetch it again")

@@ -36,8 +36,6 @@ _ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT
 _LONG_FACTORS = "rope_factors_long.weight"
 _SAMPLING = "general.sampling."
 _OF_REQUESTS = (f"{_SAMPLING}temp", f"{_SAMPLING}top_p")
-# Architectures of files that are no language model, beside those whose `general.type` says it.
-_NO_MODELS = ("clip", "controlvector", "imatrix")
 
 
 class GgufCheckpoint(Checkpoint):
@@ -45,11 +43,10 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        kind, name = (header.metadata.get(f"general.{key}") for key in ("type", "architecture"))
-        if kind not in (None, "model") or name in _NO_MODELS:
+        if (kind := header.metadata.get("general.type", "model")) != "model":
             raise UnsupportedArchitectureError(
-                f"{path} is no language model but of the kind {kind or name} ({name}); name the model's own file, and "
-                f"merge an adapter into its base first (llama-export-lora)"
+                f"{path} is no language model but of the kind {kind!r}; name the model's own file, into which an adapter "
+                f"must be merged first (llama-export-lora)"
             )
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():

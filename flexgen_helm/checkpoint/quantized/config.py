@@ -154,9 +154,9 @@ def _block(sizes: Any) -> tuple[int, int]:
 
 
 def _gptq_options(settings: _Settings) -> dict[str, Any]:
-    fmt = settings.get("checkpoint_format") or "gptq"
+    formats = {settings.get("checkpoint_format"), settings.get("format")} - {None} or {"gptq"}
+    fmt = " and ".join(sorted(formats))
     _require("format", fmt, ("gptq", "gptq_v2"), "gptq")
-    _require("format", settings.get("format") or fmt, (fmt,), "gptq")
     rules = [_Settings(rule or {}) for rule in (settings.get("dynamic") or {}).values()]  # for some of the modules
     cases = [settings, *rules]
     options = {
@@ -213,8 +213,6 @@ def _compressed_options(settings: _Settings) -> dict[str, Any]:
     group_sizes = _group_sizes(weights)
     if len(blocks) > 1 or (blocks and group_sizes):
         raise _UnsupportedError("compressed-tensors weights are divided in several ways (block_structure, group_size)")
-    for weight in weights:
-        _require("dynamic", bool(weight.get("dynamic")), (False,), "compressed-tensors")
     options = {
         "block": next(iter(blocks), None),
         "group_sizes": group_sizes,
