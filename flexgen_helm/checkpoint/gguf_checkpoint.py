@@ -45,8 +45,8 @@ class GgufCheckpoint(Checkpoint):
         header = read_gguf_header(path)
         if (kind := header.metadata.get("general.type", "model")) != "model":
             raise UnsupportedArchitectureError(
-                f"{path} is no language model but of the kind {kind!r}; name the model's own file, into which an adapter "
-                f"must be merged first (llama-export-lora)"
+                f"{path} is no language model but of the kind {kind!r}; name the model's own file, into which an "
+                f"adapter must be merged first (llama-export-lora)"
             )
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
