@@ -46,6 +46,7 @@ from flexgen_helm.models.miniature import HIDDEN, MAX_WEIGHTS, VOCABULARY, WINDO
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
+from flexgen_helm.scheduling.prepare import token_refusal
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -141,6 +142,11 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
             raise
         except Exception as error:  # whatever building or running a model raises
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
+            if isinstance(error, (OSError, MemoryError)) or "os error" in reason:  # of the system, not of the model
+                raise FlexgenError(
+                    f"the small model that {name} is compared with cannot be made in {state_dir()}: {reason}; free "
+                    "room there, or let FLEXGEN_HELM_HOME name another folder"
+                ) from error
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
         if differences[0] < TOLERANCE:  # of the first seed
             break
@@ -262,16 +268,19 @@ def random_reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
 
 
 def trial_requests(seed: int) -> list[GenerationRequest]:
-    """Prompts of mixed lengths around a window, some with a common beginning; more than a block has."""
+    """Prompts of mixed lengths around a window, some with a common beginning; more than a block has.
+
+    Some have the last token of the vocabulary, which means padding where `miniature` chooses its id.
+    """
     draw = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY - 3) for _ in range(count)]
 
-    shared = tokens(2 * WINDOW + 3)
+    shared, last = tokens(2 * WINDOW + 3), VOCABULARY - 1
     prompts = [
-        tokens(1), [*shared, *tokens(5)], tokens(WINDOW - 1), [*shared, *tokens(1)], tokens(3 * WINDOW + 2),
-        [*shared, *tokens(2 * WINDOW)], tokens(2), tokens(WINDOW + 1), [*shared[:WINDOW], *tokens(6)],
+        [last], [*shared, *tokens(5)], tokens(WINDOW - 1), [*shared, last], tokens(3 * WINDOW + 2),
+        [*shared, *tokens(2 * WINDOW)], tokens(2), [last, *tokens(WINDOW)], [*shared[:WINDOW], *tokens(6)],
     ]  # fmt: skip
     return [
         GenerationRequest(prompt_token_ids=prompt, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
@@ -285,9 +294,12 @@ def largest_difference(
     """Return the largest difference of a log-probability between a model of transformers, and the same one opened."""
     with _opened(engine, opened) as small:
         results = small.run(asked)
-    largest = 0.0
+    largest, config = 0.0, opened.checkpoint.config
+    refused = str(token_refusal([*config.refused_ids], config))
     for request, result in zip(asked, results):
         if result.error is not None:
+            if str(result.error) == refused:  # an answer that went on behind such a token
+                continue
             raise FlexgenError(str(result.error))
         prompt, answer = list(request.prompt_token_ids or ()), result.completions[0]
         with torch.no_grad():
