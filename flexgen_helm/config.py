@@ -251,12 +251,6 @@ class EngineConfig:
         Flag("--no-cpu-attention", help="Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
         parse=_flag,
     )
-    cuda_graphs: bool = option(
-        True,
-        "Launch the kernels of decode layers by CUDA graphs where all weights are in GPU memory.",
-        Flag("--no-cuda-graphs", help="Launch every kernel of decode layers by itself instead of by CUDA graphs."),
-        parse=_flag,
-    )
     weights: WeightSource = option(
         "pretrained", "Where weights come from; dummy draws random ones.", parse=_one_of(*get_args(WeightSource))
     )

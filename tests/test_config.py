@@ -18,13 +18,13 @@ from flexgen_helm.quant.precisions import PRECISIONS
 # What users write today; a name that is missing here is new, a name that is missing there breaks them.
 KEYWORDS = {
     "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
-    "cuda_graphs", "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
+    "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
     "chat_template_kwargs",
     "system_prompt", "thinking_budget", "unverified", "batch_invariant", "generation_config",
 }  # fmt: skip
 FLAGS = {
     "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
-    "--link", "--disk-rates", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs",
+    "--link", "--disk-rates", "--pipeline-layers", "--no-overlap", "--no-cpu-attention",
     "--dummy-weights", "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt",
     "--thinking-budget", "--unverified", "--batch-invariant", "--generation-config",
 }  # fmt: skip

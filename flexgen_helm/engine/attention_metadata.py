@@ -273,11 +273,6 @@ class AttentionMetadata:
                 cache.prefetch(block, layer)
 
     @property
-    def caches_on_device(self) -> bool:
-        """Whether the caches that decoding tokens go to are on the compute device, which stores them at once."""
-        return all(decoding.block.tier == "gpu" for decoding in self.decodes)
-
-    @property
     def longest_prompt(self) -> int:
         return max((prompt.tokens.stop - prompt.tokens.start for prompt in self.prompts), default=0)
 
@@ -305,7 +300,6 @@ class LayerAttention(Attend):
     """Attention of one layer over the segments of one batch.
 
     config: of queries that name no other.
-    copies: keys and values are copied before they are stored, because their memory is used again.
     """
 
     metadata: AttentionMetadata
@@ -313,13 +307,10 @@ class LayerAttention(Attend):
     window: Window | None
     config: AttentionConfig
     cache: KVCache
-    copies: bool = False
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        if self.copies:
-            k, v = k.clone(), v.clone()
         out, lse = self.metadata.attend(self if config is None else replace(self, config=config), q, k, v)
         if sinks is not None:  # [Hq], logits that take a share of each head's softmax and have no value
             share = (torch.exp(sinks - lse) + 1).reciprocal()  # PyTorch's sigmoid follows an element's place in memory

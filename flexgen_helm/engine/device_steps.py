@@ -21,7 +21,6 @@ from flexgen_helm.engine.proof import largest_difference, random_reference, tria
 from flexgen_helm.hardware.process_state import (
     ATTENTION,
     COPIES,
-    GRAPHS,
     HALVES,
     PLAIN,
     REGISTERED,
@@ -115,9 +114,6 @@ class _Steps:
         engine.close()
         self._run(_ALL_TIERS)
 
-    def graphs(self) -> None:
-        self._run(_RESIDENT)
-
     def triton(self) -> None:
         """Dequantized matrices, bit by bit, and products by one row, by a tile, and by several."""
         rows, width = 192, 2048
@@ -171,7 +167,6 @@ _STEPS: dict[str, Callable[[_Steps], None]] = {
     ATTENTION: _Steps.attention,
     REGISTERED: _Steps.registered,
     COPIES: _Steps.copies,
-    GRAPHS: _Steps.graphs,
     TRITON: _Steps.triton,
     HALVES: _Steps.halves,
 }

@@ -14,13 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
-from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import (
     dtype_reason,
     gpu_capacity,
@@ -41,13 +38,12 @@ from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.process_state import GRAPHS, exact_products, switched_off
+from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
@@ -128,12 +124,6 @@ class Engine:
             model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)
-        self._decoder = decoder_of(self._part, device, self._dtype)
-        self._graphs = (
-            self._layer_graphs()
-            if options.cuda_graphs and device.type == "cuda" and GRAPHS not in switched_off
-            else None
-        )
         if device.type == "cpu":
             keep_freed_memory()
         self.fingerprint = model.fingerprint(self._dtype)
@@ -162,14 +152,13 @@ class Engine:
         )
         self._model = LoadedModel(
             self.config,
-            self._decoder,
+            decoder_of(self._part, device, self._dtype),
             self._weights,
             device,
             pipeline,
             eos_ids,
             self._threads,
             resident,
-            self._graphs,
             processors,
             _FLOAT16_ADVICE if checkpoint.as_float16 else _CORRUPT_ADVICE,
         )
@@ -384,10 +373,6 @@ class Engine:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._graphs is not None:
-                self._graphs.close()
-            self._graphs = None
-            del self._model  # has the graphs' buffers
             self._weights.close()
             self._tiers.close()
             for ledger in self._tiers.ledgers.values():
@@ -431,18 +416,6 @@ class Engine:
         finally:
             if self._threads is not None:
                 self._threads.release()
-
-    def _layer_graphs(self) -> LayerGraphs | None:
-        """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
-        room, workspace = self.ledger.free, Workspace(self._part, self._dtype.itemsize, "gpu")
-        rows = workspace.graph_rows(room, self._weights.direct_rows)
-        decoder = self._decoder
-        if not rows or not isinstance(decoder, Decoder):
-            return None
-        try:
-            return LayerGraphs(decoder, self._device, self.ledger, rows)
-        except torch.OutOfMemoryError:  # other programs have taken it
-            return None
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds the memory in use to a run's progress and hands it on."""

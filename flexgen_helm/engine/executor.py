@@ -8,7 +8,7 @@ import zlib
 from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from flexgen_helm.engine.attention_metadata import (
     LayerAttention,
     build_attention_metadata,
 )
-from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
@@ -253,7 +252,6 @@ class LoadedModel:
     eos_ids: tokens that end a completion.
     threads, resident: choose the threads that compute, and keep the host's memory within its limit; None where a
         device computes.
-    graphs: run layers of decode batches; None if none can.
     processors: change the logits that tokens are drawn from, and no log-probability.
     nonfinite_advice: what to do where a value is not finite.
     """
@@ -266,7 +264,6 @@ class LoadedModel:
     eos_ids: abc.Collection[int]
     threads: ThreadGovernor | None
     resident: ResidentMemory | None
-    graphs: LayerGraphs | None
     processors: LogitsProcessors | None
     nonfinite_advice: str
 
@@ -280,7 +277,7 @@ class Executor:
         decoder = model.decoder
         self.model, self.cache = model, cache
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
-        self._device, self._pipeline, self._graphs = model.device, model.pipeline, model.graphs
+        self._device, self._pipeline = model.device, model.pipeline
         self._activations, self._observer = activations, observer
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // (observer or self._config).vocab_size)
@@ -448,7 +445,7 @@ class Executor:
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
-        self._activations.store(item.batch, state.hidden if self._graphs is None else self._graphs.owned(state.hidden))
+        self._activations.store(item.batch, state.hidden)
         state.hidden = state.rotary = None
         if state.sums:  # those of many waiting batches would be large
             state.check_finite()
@@ -473,11 +470,6 @@ class Executor:
         metadata, decoder = state.metadata, self._decoder
         attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
         assert state.hidden is not None and state.rotary is not None
-        graphs = None if metadata.prompts else self._graphs
-        if graphs is not None and graphs.takes(layer, len(state.hidden)):
-            # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
-            attend = replace(attend, copies=not metadata.caches_on_device)
-            return graphs.layer(weights, layer, state.hidden, state.rotary, attend)
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
 

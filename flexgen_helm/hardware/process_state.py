@@ -109,11 +109,10 @@ def rank_of_process() -> Rank | None:
 
 PLAIN = "plain PyTorch"
 # In the order in which they are tried: each on top of those before it.
-ATTENTION, REGISTERED, COPIES, GRAPHS, TRITON, HALVES = FAST_PATHS = (
+ATTENTION, REGISTERED, COPIES, TRITON, HALVES = FAST_PATHS = (
     "fused attention",
     "registered memory",
     "background copies",
-    "CUDA graphs",
     "Triton kernels",
     "16-bit products",
 )
@@ -121,7 +120,6 @@ _INSTEAD = {
     ATTENTION: "attention is its formula",
     REGISTERED: "host memory stays pageable",
     COPIES: "products wait for copies",
-    GRAPHS: "kernels are launched one by one",
     TRITON: "plain PyTorch dequantizes packed weights",
     HALVES: "products are in float32",
 }

@@ -159,16 +159,6 @@ class ModelConfig(Identified, ABC):
         return False
 
     @property
-    def num_rotations(self) -> int:
-        """Distinct rotary embeddings that the engine computes."""
-        return 0
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether CUDA graphs can have some of its layers: those without experts that our own decoder computes."""
-        return False
-
-    @property
     def neutral_norm_weight(self) -> float:
         """The stored weight with which a norm changes nothing further."""
         return 1.0

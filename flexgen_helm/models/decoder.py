@@ -165,15 +165,13 @@ class Decoder:
         self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
     ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
-        q, k, v = self.before_attention(weights, layer, hidden, rotary)
-        return self.after_attention(weights, layer, hidden, attend(q, k, v))
-
-    def before_attention(
-        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> queries [T, Hq, D], keys and values [T, Hk, D] of a layer."""
         config, rope = self.config, self.config.layer_rope(layer)
-        x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
+        residual, moe = RESIDUALS[config.residual], config.moe(layer)
+
+        def mlp(x: Tensor) -> Tensor:
+            return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
+
+        x = self._norm(weights, "attn_norm", hidden) if residual.input_norm else hidden
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
         if config.qk_norm and config.qk_norm_all_heads:
             q = self._norm(weights, "attn.q_norm", q.flatten(1)).view_as(q)
@@ -182,16 +180,7 @@ class Decoder:
             q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
             q, k = layer_rows.rotate(q, *rotary[rope]), layer_rows.rotate(k, *rotary[rope])
-        return q, k, v
-
-    def after_attention(self, weights: StageWeights, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [T, H] before the layer and the outputs of its attention [T, Hq, D] -> hidden [T, H] after it."""
-        residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
-
-        def mlp(x: Tensor) -> Tensor:
-            return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
-
-        x = weights.linear("attn.o", attended.reshape(-1, self.config.q_size))
+        x = weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
         if residual.parallel:
             return layer_rows.add(layer_rows.add(x, hidden), mlp(self._norm(weights, "mlp_norm", hidden)))
         hidden = self._add(weights, "attn", x, hidden)

@@ -203,14 +203,6 @@ class DecoderConfig(
         return self.final_softcap is not None
 
     @property
-    def num_rotations(self) -> int:
-        return len({self.rope, self.local_rope} - {None})
-
-    @property
-    def has_graphs(self) -> bool:
-        return any(self.moe(layer) is None for layer in range(self.num_layers))
-
-    @property
     def neutral_norm_weight(self) -> float:
         return 0.0 if self.norm_plus_one else 1.0
 

@@ -101,7 +101,7 @@ class Ledger:
     def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
         """Claim bytes before allocating them.
 
-        kind: 'weights', 'staging', 'buffers' (of threads that load), 'graphs', 'cache' or 'activations'.
+        kind: 'weights', 'staging', 'buffers' (of threads that load), 'cache' or 'activations'.
         ahead: they are not needed yet, so nothing makes room for them.
 
         Raises `MemoryLimitError` and claims nothing if they exceed the limit.

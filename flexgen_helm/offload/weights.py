@@ -50,11 +50,11 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, UNLIMITED, Tier
+from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dequantize_into, most_fused_rows
+from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.scheduling.scheduler import StageVisit
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
@@ -184,23 +184,6 @@ class TieredWeights:
         ]
         # Packed matrices have bytes.
         return any(weight.dtype != self.dtype for weight in multiplied)
-
-    @property
-    def direct_rows(self) -> int:
-        """Most rows of x whose products in the layers convert no weight; 0 if any weight of the model is offloaded.
-
-        A kernel multiplies the codes of packed weights for so many rows.
-        """
-        rows = UNLIMITED
-        for name, weight in self.tensors.items():
-            if (matrix := weight.resident) is None:
-                return 0
-            if name.startswith("layers."):
-                if weight.fmt is not None:
-                    rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self.dtype))
-                elif matrix.dtype != self.dtype:
-                    return 0
-        return rows
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.

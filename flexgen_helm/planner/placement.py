@@ -206,9 +206,6 @@ FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 192, 3
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096
-# cuBLAS's workspace for the stream that captures CUDA graphs (32 MiB on Hopper, 8 elsewhere), and the rounding of the
-# allocator's segments.
-GRAPH_OVERHEAD_BYTES = 64 << 20
 # Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
 MIN_STAGING_BYTES = 3 << 20
 # Fewest slots for offloaded experts, for the same reason.
@@ -236,14 +233,7 @@ DEVICE_UPCAST_ELEMENTS = 256 << 20
 # CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
 SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 
-# Rows of the CUDA graphs of decode layers: a batch is padded to the next size. Up to a hundred rows or more, reading
-# weights takes longer than computing, so padding to powers of two costs nothing; beyond, at most 63 rows are padded.
-# Larger batches compute longer than the host needs to launch their kernels.
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-
 # --- Shares of a tier ---
-# CUDA graphs, of what the weights leave on the device.
-GRAPHS_SHARE = 1 / 16
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
 # Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because

@@ -26,7 +26,6 @@ from flexgen_helm.planner.placement import (
     FUSED_ROWS_ON_CPUS,
     FUSED_ROWS_ON_DEVICES,
     FUSED_ROWS_WITH_TENSOR_CORES,
-    GRAPH_ROWS,
     KINDS,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
@@ -477,9 +476,8 @@ class PlanningProblem:
         resident: all weights are on the compute tier.
         """
         config, work = self.config, self.compute_bytes
-        vectors = self.storage.vector_bytes(work)
-        beside = self._graph_bytes(vectors) if resident else self.ring_bytes + self.staging.experts
-        staging = affine(vectors / self.ranks + beside)
+        beside = 0 if resident else self.ring_bytes + self.staging.experts
+        staging = affine(self.storage.vector_bytes(work) / self.ranks + beside)
         if not shape.schedule.is_single_pass:
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.ranks)
@@ -495,15 +493,6 @@ class PlanningProblem:
     @cached_property
     def _loader_buffer_bytes(self) -> int:
         return loader_buffer_bytes(self.storage)
-
-    def _graph_bytes(self, vectors: int) -> int:
-        """Bytes of CUDA graphs, which launch decode layers whose weights are resident; vectors: bytes of those."""
-        if self.compute_tier != "gpu":
-            return 0
-        workspace = self.workspace
-        weights = self.copies_bytes if self.copies_fit else self.stored_bytes
-        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.ranks - vectors, GRAPH_ROWS[-1])
-        return workspace.graphs(rows).num_bytes if rows else 0
 
     @cached_property
     def workspace(self) -> Workspace:

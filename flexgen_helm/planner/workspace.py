@@ -13,9 +13,6 @@ from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelCo
 from flexgen_helm.planner.placement import (
     BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
-    GRAPH_OVERHEAD_BYTES,
-    GRAPH_ROWS,
-    GRAPHS_SHARE,
     HOST_UPCAST_ELEMENTS,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
@@ -46,18 +43,6 @@ def _largest_matrix(config: ModelConfig) -> int:
 def widest_matrix(config: ModelConfig) -> int:
     """Return the columns of the widest matrix."""
     return max(shape[1] for shape in tensor_shapes(config).values() if len(shape) == 2)
-
-
-@dataclass(frozen=True)
-class GraphMemory:
-    """Bytes of CUDA graphs: of the tensors that all share, and of the pool that has the temporaries of every size."""
-
-    buffer_bytes: int
-    pool_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffer_bytes + self.pool_bytes
 
 
 @dataclass(frozen=True)
@@ -160,29 +145,3 @@ class Workspace:
         """Return what a limit leaves beside the workspace of a full batch, at least two thirds of it."""
         full = self.layer(MAX_BATCH_TOKENS, BATCH_TOKENS, 0) + MAX_TRANSFER_BYTES
         return int(limit - min(limit / 3, full))
-
-    def graphs(self, rows: int) -> GraphMemory:
-        """Bound the bytes of the CUDA graphs of all layers, for batches of up to `rows` rows whose weights are direct.
-
-        The driver's own memory for them is not counted.
-        """
-        config = self.config
-        rotations = 2 * config.num_rotations * config.head_dim
-        shared = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + rotations
-        buffers = rows * (self.element * shared + 4 * config.num_layers)
-        # Before attention the norm, q, k, v and their rotations; after it the states, norm, gate, up and activation.
-        attention, ffn = 3 * config.q_size + 4 * config.kv_size, 3 * config.hidden_size + 3 * config.widest_ffn
-        # Sizes that are captured in the order of their growth find no room in what the smaller ones had.
-        all_rows = sum(count for count in GRAPH_ROWS if count <= rows)
-        temporaries = all_rows * self.element * (config.hidden_size + max(attention, ffn))
-        return GraphMemory(buffers, temporaries + GRAPH_OVERHEAD_BYTES)
-
-    def graph_rows(self, room: float, most: int) -> int:
-        """Return the largest size of CUDA graphs, up to `most` rows, whose share of `room` is enough; 0 if none is.
-
-        Layers with experts have no graphs, nor those that transformers' modules compute.
-        """
-        if not self.config.has_graphs:
-            return 0
-        sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]
-        return max(sizes, default=0)

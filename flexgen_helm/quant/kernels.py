@@ -83,13 +83,6 @@ def _run(loop: Any, packed: Tensor, fmt: GroupFormat, operands: list[int]) -> No
     run_on_threads(loop.address, [*arguments, *operands], stripes)
 
 
-def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
-    """Return the most rows of x whose product with a packed matrix on a CUDA device needs no dequantized one."""
-    if not fmt.has_kernels or fmt.axis != "out" or device.type != "cuda":
-        return 0
-    return _with_triton(lambda kernels: kernels.most_rows(device, dtype)) or 0
-
-
 def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
     """Return whether Triton can take the tensors: its kernels read scales as numbers of 16 bits, at even addresses."""
     if not (packed.is_cuda and values.is_cuda) or packed.stride(1) != 1:

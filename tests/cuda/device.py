@@ -17,8 +17,6 @@ All but the first two count by place: 'file:line' of the package's innermost fra
             engine.run(requests)
     device.check()
 
-CUDA graphs (`graphs`) are captured and replayed: `kernels` counts a replay as one, `graph_kernels` what it launches.
-
 With a `clock` copies, products and threads take simulated time, and overlap is measured.
 
 What it does not model: 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
@@ -34,12 +32,11 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,7 +48,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import flexgen_helm
 from tests.cuda.clock import Clock, ClockLock, Lane, Op
-from tests.cuda.graphs import Capture, Graph, new_pool, placed
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
 from tests.helpers.fused_attention import KERNELS
@@ -129,7 +125,6 @@ class Event:
 
     def synchronize(self) -> None:
         world = _world()
-        world.forbid("waiting for an event")
         world.count(world.syncs)
         if world.clock is not None:
             world.clock.wait_for(self.op)
@@ -174,7 +169,7 @@ class CudaTensor(Tensor):
             return 0, 0
         first = self.values.storage_offset()
         last = first + sum((n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride()))
-        size, origin = self.values.element_size(), self.lease.origin
+        size, origin = self.values.element_size(), self.block.start
         return origin + first * size, origin + (last + 1) * size
 
     @property
@@ -271,9 +266,6 @@ class Device:
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.graph_kernels: Counter[str] = Counter()
-        self.capture: Capture | None = None
-        self._arenas: dict[int, Tensor] = {}  # bytes of a graph pool's segments, by address
         self.pageable_copies: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
@@ -300,7 +292,7 @@ class Device:
 
     def reset(self) -> None:
         """Clear all counters, but no races and no mixes."""
-        for counter in (self.syncs, self.kernels, self.graph_kernels, self.pageable_copies):
+        for counter in (self.syncs, self.kernels, self.pageable_copies):
             counter.clear()
 
     @property
@@ -345,7 +337,6 @@ class Device:
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Wait for a stream; None: the current one."""
-        self.forbid("synchronizing a stream")
         self.count(self.syncs)
         self._wait_for(stream or self.current_stream())
 
@@ -356,7 +347,6 @@ class Device:
         self.ordering.wait_for(steps)
 
     def synchronize_device(self, device: Any = None) -> None:
-        self.forbid("synchronizing the device")
         self.count(self.syncs)
         index = self.index_of(device)
         for stream in self.streams:
@@ -373,14 +363,12 @@ class Device:
         memory.allowed = int(fraction * memory.total)
 
     def empty_cache(self) -> None:
-        self.forbid("giving memory back")
         for memory in self.memory:
             memory.empty_cache()
 
     # Host memory
 
     def register(self, address: int, size: int) -> int:
-        self.forbid("pinning memory")
         if self.register_error or address % mmap.PAGESIZE:
             self._own.last_error = self.register_error or 1
             return self._own.last_error
@@ -410,7 +398,6 @@ class Device:
 
     def _pinned_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """`torch.empty(..., pin_memory=True)`: the driver rounds sizes up to powers of two."""
-        self.forbid("allocating pinned memory")
         num_bytes = prod(shape) * dtype.itemsize
         pages = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)
         made = torch.from_numpy(pages)[:num_bytes].view(dtype).view(list(shape))
@@ -448,31 +435,9 @@ class Device:
         with self.ordering.lock:
             counter[place] += 1
 
-    def forbid(self, what: str) -> None:
-        """Break off a capture that is under way: of this thread, or of any if its mode is global."""
-        capture = self.capture
-        if capture is not None and (capture.mode == "global" or capture.thread == threading.get_ident()):
-            capture.broken = what
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-
-    def capturing(self, device: Any) -> Capture | None:
-        """Return the capture that records what this thread launches."""
-        capture = self.capture
-        if capture is None or capture.thread != threading.get_ident():
-            return None
-        if self.current_stream(device) != capture.stream:
-            self.forbid("a launch on another stream")
-        return capture
-
     def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
-        if (capture := self.capturing(device)) is not None:
-            lease = self.memory[index].allocate(values.untyped_storage().nbytes(), capture.pool)
-            segment = lease.block.segment
-            lease.origin = segment.start
-            arena = self._arenas.setdefault(segment.start, torch.empty(segment.size, dtype=torch.uint8))
-            return CudaTensor(placed(values, lease, arena), lease, torch.device("cuda", index))
         lease = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
         return CudaTensor(values, lease, torch.device("cuda", index))
 
@@ -481,10 +446,6 @@ class Device:
         if not what.startswith("copy ") and (error := self._own.__dict__.pop("last_error", 0)):
             raise RuntimeError(f"CUDA error: {'out of memory' if error == 2 else error}")
         self.count(self.kernels)
-        self.access(what, device, reads, writes)
-
-    def access(self, what: str, device: Any, reads: list[Any], writes: list[Any]) -> None:
-        """Note what a kernel on the device's current stream reads and writes."""
         stream, trail = self.current_stream(device).actor, _trail()
         if self.clock is not None:
             num_bytes = sum(end - first for first, end in (tensor.span for tensor in (*reads, *writes)))
@@ -516,11 +477,9 @@ class Device:
                 self._mix(name)
             kwargs = {**kwargs, "device": torch.device("cpu")}
             kwargs.pop("pin_memory", None)
-            values = func(*args, **kwargs)
-            made = self.new_tensor(values, device)
-            target = made.values
+            made = self.new_tensor(func(*args, **kwargs), device)
             if "empty" not in name:
-                self.run(name, device, [], [made], lambda: target.copy_(values))
+                self.launch(name, device, [], [made])
             return made
         self._check_devices(name, args, tensors, on_device)
         return self._compute(name, func, args, kwargs, on_device)
@@ -549,22 +508,18 @@ class Device:
         options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
         if isinstance(source, CudaTensor):
             if kind == "cpu":
-                self.forbid("a copy to the host")
                 self.launch("copy to the host", source.device, [source], [])
                 self.count(self.pageable_copies)
                 self.synchronize(self.current_stream(source.device))
                 return func(source.values, **options)
-            device, values = kwargs.get("device") or source.device, source.values
-            made = self.new_tensor(func(values, **options).clone(), device)
-            target = made.values
-            self.run("aten::_to_copy", source.device, [source], [made], lambda: target.copy_(func(values, **options)))
+            made = self.new_tensor(func(source.values, **options).clone(), kwargs.get("device") or source.device)
+            self.launch("aten::_to_copy", source.device, [source], [made])
             return made
         made = self.new_tensor(func(source, **options).clone(), kwargs["device"])
         self._send(source, made, kwargs.get("non_blocking", False))
         return made
 
     def _copy_across(self, target: Tensor, source: Tensor, is_async: bool) -> Tensor:
-        self.forbid("a copy across the link")
         _values(target).copy_(_values(source))
         if isinstance(target, CudaTensor):
             self._send(source, target, is_async)
@@ -583,7 +538,6 @@ class Device:
 
     def _send(self, source: Tensor, target: CudaTensor, is_async: bool) -> None:
         """Copy host memory to the device, on its current stream."""
-        self.forbid("a copy to the device")
         self.launch("copy to the device", target.device, [], [target])
         stream = self.current_stream(target.device)
         if not source.dim() and source.numel() == 1 and not self._is_watched(source):
@@ -634,11 +588,8 @@ class Device:
             if torch.device(values["device"]).type == "cpu":
                 self._mix(f"{name} for the host")
             values["device"] = torch.device("cpu")
-        kernel, given = KERNELS.get(name, func), _values(args)
         reads, writes = _operands(func, args, kwargs)
-        if (capture := self.capturing(device)) is not None:
-            return self._record(capture, name, kernel, given, values, on_device, reads, writes)
-        out = kernel(*given, **values)
+        out = KERNELS.get(name, func)(*_values(args), **values)
         storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
         made: list[CudaTensor] = []
 
@@ -648,76 +599,19 @@ class Device:
             self.launch(name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made])
         return result
 
-    def _record(
-        self,
-        capture: Capture,
-        name: str,
-        kernel: Any,
-        given: Any,
-        values: dict[str, Any],
-        on_device: list[CudaTensor],
-        reads: list[Any],
-        writes: list[Any],
-    ) -> Any:
-        """Record an operation: nothing that exists changes, and its results have no values yet."""
-        changed = {id(x.values): x.values.clone() for x in writes}
-
-        def untouched(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(untouched, value))
-            return changed.get(id(value), value)
-
-        out = kernel(*untouched(given), **{key: untouched(value) for key, value in values.items()})
-        originals = {id(clone): x for x in writes for clone in (changed[id(x.values)],)}
-        storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
-        made: list[CudaTensor] = []
-        result = self._wrapped(out, on_device, storages, made, originals)
-        targets = [x.values for x in made]
-        if (made or writes) and not name.startswith(("aten::empty", "aten::new_empty")):
-
-            def compute() -> None:
-                computed = kernel(*given, **values)
-                fresh = [x for x in _tensors((computed,)) if not any(x is own for own in _tensors((given,)))]
-                for target, own in zip(targets, fresh if targets else ()):
-                    target.copy_(own)
-
-            capture.record(name, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made], compute)
-        return result
-
-    def run(
-        self,
-        what: str,
-        device: Any,
-        reads: list[CudaTensor],
-        writes: list[CudaTensor],
-        compute: Callable[[], object],
-    ) -> None:
-        """Launch a kernel that computes into memory that exists, or record it."""
-        if (capture := self.capturing(device)) is not None:
-            capture.record(what, reads, writes, lambda: (compute(), None)[1])
-            return
-        compute()
-        self.launch(what, device, reads, writes)
-
     def _wrapped(
         self,
         value: Any,
         operands: list[CudaTensor],
         storages: dict[int, CudaTensor],
         made: list[CudaTensor],
-        originals: Mapping[int, CudaTensor] = MappingProxyType({}),
     ) -> Any:
-        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets.
-
-        originals: operands in whose place others were given.
-        """
+        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets."""
         # No function within a function, which would keep the operands until the collector runs.
         if isinstance(value, list | tuple):
-            return type(value)(self._wrapped(one, operands, storages, made, originals) for one in value)
+            return type(value)(self._wrapped(one, operands, storages, made) for one in value)
         if not isinstance(value, Tensor):
             return value
-        if (original := originals.get(id(value))) is not None:
-            return original
         for own in operands:
             if own.values is value:
                 return own
@@ -795,9 +689,9 @@ def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
     tensors = [x for x in arguments if isinstance(x, CudaTensor)]
     if len(tensors) < len([*_tensors(arguments)]) or any(x.device.index != world.current_device() for x in tensors):
         world._mix("a kernel of Triton on another device than the current one")
-    given, target = _values(arguments), arguments[written(launch)]
-    reads = [x for x in tensors if x is not target]
-    world.run(launch.kernel.__name__, target.device, reads, [target], lambda: run(launch, *given, fused=fused))
+    target = arguments[written(launch)]
+    run(launch, *_values(arguments), fused=fused)
+    world.launch(launch.kernel.__name__, target.device, [x for x in tensors if x is not target], [target])
 
 
 def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
@@ -896,11 +790,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
             "_sleep": lambda cycles: None,
             "set_per_process_memory_fraction": world.limit,
             "cudart": lambda: _Runtime,
-            "is_current_stream_capturing": lambda: (
-                world.capture is not None and world.current_stream() == world.capture.stream
-            ),
-            "CUDAGraph": Graph,
-            "graph_pool_handle": new_pool,
             "get_device_name": lambda device=None: Properties.name,
             "get_device_properties": lambda device=None: Properties,
             "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
@@ -910,12 +799,10 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
-        from flexgen_helm.engine import cuda_graphs
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
         kept = [attention.device_kernel]
-        kept.append(cuda_graphs._capture_stream)
         if is_tried:  # a child process has no such device
             patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)
         with suppress(ImportError):  # a machine without Triton

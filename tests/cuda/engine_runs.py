@@ -18,8 +18,6 @@ from tests.helpers.tiny_models import VOCABULARY, TinyModel
 
 MIB = 1 << 20
 LIMITS = MemoryLimits(gpu=64 * MIB, cpu=128 * MIB, disk=256 * MIB)
-# So much that the share of CUDA graphs in what the weights leave is enough for them.
-ROOMY = MemoryLimits(gpu=2048 * MIB, cpu=256 * MIB, disk=256 * MIB)
 THIRDS = Policy(3, 2, *(0.3,) * 6)
 HOST = Policy(3, 2, 0, 1, 0, 1, 0, 1)
 DISK = Policy(3, 2, 0, 0, 0, 0, 0, 0)

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from tests.cuda import device as fake
-from tests.cuda.graphs import Graph
 
 _kept = ExitStack()
 
@@ -41,16 +40,11 @@ def wrong_kernel() -> None:
 
 
 def crash() -> None:
-    Graph.capture_begin = lambda *_, **__: os.kill(os.getpid(), signal.SIGSEGV)  # type: ignore[method-assign]
+    fake.KERNELS = dict.fromkeys(fake.KERNELS, lambda *_, **__: os.kill(os.getpid(), signal.SIGSEGV))
 
 
 def hang() -> None:
     fake.Device.register = lambda *_: time.sleep(1e6)  # type: ignore[method-assign,assign,return-value]
-
-
-def stale_graph() -> None:
-    """Replays compute nothing, so buffers keep what was there."""
-    Graph.replay = lambda _: None  # type: ignore[method-assign]
 
 
 def late_copy() -> None:

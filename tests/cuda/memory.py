@@ -7,7 +7,7 @@ free range that is large enough is taken, and split; neighbours that are free jo
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,7 +58,6 @@ class Lease:
 
     def __init__(self, allocator: Allocator, block: Block) -> None:
         self._allocator, self.block, self.ordering = allocator, block, allocator.ordering
-        self.origin = block.start  # address at which the storage of its values begins
 
     def __del__(self) -> None:
         ordering = self.ordering
@@ -73,7 +72,7 @@ class Allocator:
     """One device's memory.
 
     total: bytes of the device; allowed: of them, to this process.
-    reserved: bytes of segments, in use or free; reserved_by: by stream, and by pool of CUDA graphs (below 0).
+    reserved: bytes of segments, in use or free.
     failing: numbers of coming allocations, from 0 on, that find no memory.
     freed: blocks to be put back.
     """
@@ -83,7 +82,6 @@ class Allocator:
         self.allowed = total
         self.in_use, self.peak, self.num_allocations = 0, 0, 0
         self.failing: set[int] = set()
-        self.reserved_by: Counter[int] = Counter()
         self.freed: deque[Block] = deque()
         self._waiting: list[tuple[Clock, Block]] = []
         self._free: dict[int, list[Range]] = {}
@@ -100,7 +98,6 @@ class Allocator:
             best = min((r for r in ranges if r.end - r.start >= size), key=lambda r: r.end - r.start, default=None)
             if best is None:
                 best = self._new_range(size)
-                self.reserved_by[stream] += best.segment.size
             else:
                 ranges.remove(best)
             end = best.start + size
@@ -116,12 +113,11 @@ class Allocator:
         with self.ordering.lock:
             self.ordering.wait_for({actor: step for actor, step in self._all_steps().items()})
             self._collect()
-            for stream, ranges in self._free.items():
-                for free in list(ranges) if stream > 0 else ():  # pools of graphs keep theirs
+            for ranges in self._free.values():
+                for free in list(ranges):
                     if free.end - free.start == free.segment.size:
                         ranges.remove(free)
                         self.reserved -= free.segment.size
-                        self.reserved_by[stream] -= free.segment.size
 
     def _all_steps(self) -> Clock:
         """Return the steps that waiting blocks need: giving memory back waits for the device."""

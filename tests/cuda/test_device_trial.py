@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.hardware.process_state import COPIES, GRAPHS, REGISTERED, TRITON
+from flexgen_helm.hardware.process_state import ATTENTION, COPIES, REGISTERED, TRITON
 from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 # fault -> the fast path, and how it shows.
 FAULTS = {
     "wrong_kernel": (TRITON, "wrong bits"),
-    "crash": (GRAPHS, "crashes by SIGSEGV"),
+    "crash": (ATTENTION, "crashes by SIGSEGV"),
     "hang": (REGISTERED, "hangs: no answer for 100 s"),
-    "stale_graph": (GRAPHS, "differs from transformers"),
     "late_copy": (COPIES, "wrong bits"),
 }
 
@@ -67,7 +66,7 @@ def test_a_device_without_a_fault_keeps_all_and_is_tried_once(tiny, tmp_path, an
     (known,) = json.loads((tmp_path / "devices.json").read_text()).values()
     assert known == {} and not found["messages"]
     # What is remembered is not tried again: a fault that came later is not found.
-    again = answer(model.path, tmp_path, "stale_graph")
+    again = answer(model.path, tmp_path, "wrong_kernel")
     assert not any(run["record"]["hardware"]["switched_off"] for run in again["runs"])
     with pytest.raises(AssertionError):  # and shows that these faults change numbers
         assert_right(model, again)

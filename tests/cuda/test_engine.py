@@ -27,7 +27,6 @@ from tests.cuda.engine_runs import (
     LIMITS,
     MIB,
     PLACEMENTS,
-    ROOMY,
     THIRDS,
     assert_close,
     each_family,
@@ -162,15 +161,11 @@ def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize(
-    "placement, number",
-    [("graphs", 5), ("graphs", 60), ("resident", 3), ("resident", 170), ("host", 3), ("host", 40)],
-)
+@pytest.mark.parametrize("placement, number", [("resident", 3), ("resident", 170), ("host", 3), ("host", 40)])
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
-    """In an operation the batches are halved; in a capture the graphs end."""
     model, asked = tiny("llama"), requests(6, new=4)
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
-    settings = {"limits": ROOMY if placement == "graphs" else LIMITS, "offload_dir": tmp_path}
+    settings = {"limits": LIMITS, "offload_dir": tmp_path}
     settings |= dict(policy=HOST, schedule="zigzag", cpu_attention=False) if placement == "host" else {}
     with (
         cuda_in_host_memory() as device,

@@ -61,7 +61,7 @@ def passes(folder, policy, clock, host_s):
         patch.setattr("flexgen_helm.offload.transfer_manager.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
         run(
             folder, requests(share_of(8, 2), 20, 5), torch.float16, limits=LIMITS, policy=policy, schedule="zigzag",
-            cpu_attention=bool(host_s), cuda_graphs=False,
+            cpu_attention=bool(host_s),
         )  # fmt: skip
     device.check()
     (began, before), (ended, after) = marks[2], marks[-1]

@@ -11,7 +11,7 @@ import torch
 from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, requests, run
+from tests.cuda.engine_runs import PLACEMENTS, assert_close, requests, run
 from tests.helpers.backend_models import saved
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
@@ -57,6 +57,6 @@ def test_launches_of_a_decode_step(tmp_path):
     saved("SeedOssForCausalLM", tmp_path / "model")
     asked = [GenerationRequest(prompt_token_ids=[3 + i, *range(4, 33)], max_tokens=6) for i in range(5)]
     with cuda_in_host_memory() as device, counted(device) as costs:
-        run(tmp_path / "model", asked, torch.float16, precision="fp16", limits=ROOMY)
+        run(tmp_path / "model", asked, torch.float16, precision="fp16")
     check(costs)
     assert min(costs.layers) == LAUNCHES

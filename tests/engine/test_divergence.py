@@ -316,7 +316,7 @@ def engines(pair):
 
 def fail(engine: Engine, layer: int, error: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     """Let an engine call `error` at its second visit of a layer."""
-    decoder, visits = engine._decoder, []
+    decoder, visits = engine._model.decoder, []
     compute = decoder.layer
 
     def broken(weights, number, *arguments):

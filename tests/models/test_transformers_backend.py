@@ -355,8 +355,8 @@ def test_likely_experts_are_those_that_the_router_would_select_now(name, tmp_pat
         config = engine.config
         last = config.num_layers - 1
         with engine._weights.stage(f"layers.{last}", 5) as weights:
-            scores = engine._decoder.likely_experts(weights, last, hidden)
-            none = engine._decoder.likely_experts(weights, 0, hidden)
+            scores = engine._model.decoder.likely_experts(weights, last, hidden)
+            none = engine._model.decoder.likely_experts(weights, 0, hidden)
     layer = model.model.layers[last]
     block = layer.feed_forward if name.startswith("Llama4") else layer.mlp
     x = layer.post_attention_layernorm(hidden)
