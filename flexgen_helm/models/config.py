@@ -145,6 +145,11 @@ class ModelConfig(Identified, ABC):
         return False
 
     @property
+    def padding_id(self) -> int:
+        """Id of the token behind which positions stand still (RoBERTa); -1 if there is none."""
+        return -1
+
+    @property
     def context_end(self) -> str:
         """Say what begins behind the context, where that is shorter than the model's; "" where it is not."""
         return ""

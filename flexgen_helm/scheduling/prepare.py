@@ -302,6 +302,18 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
     for token in tokens:
         if not 0 <= token < config.vocab_size:
             raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
+    if (refusal := padding_refusal(tokens, config)) is not None:
+        raise refusal
+
+
+def padding_refusal(tokens: abc.Sequence[int], config: ModelConfig) -> RequestError | None:
+    """Return the error of a text in which positions stand still; None for others."""
+    if config.padding_id not in tokens:
+        return None
+    return RequestError(
+        f"the prompt or its answer has the padding token {config.padding_id}, which has no position in this model; "
+        "leave it out, or take a smaller max_tokens"
+    )
 
 
 def _identity(request: Request) -> tuple[object, ...]:

@@ -16,9 +16,9 @@ _SIZES: dict[str, Any] = dict(
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=24, shared_expert_intermediate_size=24, head_dim=8, max_position_embeddings=64,
     n_positions=64, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=2,
-    topk_group=1, first_k_dense_replace=1, d_kv=8, image_size=28, patch_size=14, pad_token_id=0, bos_token_id=1,
-    eos_token_id=2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, is_decoder=True,
-    emb_dim=32, n_words=64, pronunciation_vocab_size=8, shape_vocab_size=8, encoder_hash_byte_group_vocab=64,
+    topk_group=1, first_k_dense_replace=1, d_kv=8, image_size=28, patch_size=14, pad_token_id=63, bos_token_id=62,
+    eos_token_id=61, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, is_decoder=True,
+    emb_dim=32, n_words=64, pronunciation_vocab_size=64, shape_vocab_size=64, encoder_hash_byte_group_vocab=64,
     sliding_window=4, attention_chunk_size=4,
 )  # fmt: skip
 # What the defaults of a class lack or make inconsistent. None: left as it is by default.
@@ -83,6 +83,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "KimiLinearForCausalLM": dict(
         layer_types=["linear_attention", "full_attention"], num_key_value_heads=4, n_group=2, topk_group=1,
         linear_head_dim=8, linear_num_heads=4, num_experts_per_tok=2, num_local_experts=4,
+    ),
+    # Positions are counted from the padding token's id on.
+    **dict.fromkeys(
+        (
+            "CamembertForCausalLM", "Data2VecTextForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM",
+            "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XmodForCausalLM",
+        ),
+        dict(pad_token_id=1),
     ),
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=48, expert_ffn_hidden_size=24),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from flexgen_helm.models.config import HEAD_MATRIX, tensor_shapes
 from flexgen_helm.models.transformers_backend import empty_model
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.models.transformers_backend.interfaces import Bindings, Mask
+from flexgen_helm.models.transformers_backend.layered_model import LayeredModel
 from flexgen_helm.models.transformers_backend.own_attention import OwnAttention
 from tests.helpers.backend_models import (
     NATIVE,
@@ -31,6 +33,7 @@ from tests.helpers.backend_models import (
     requests,
     saved,
     supported,
+    tiny_model_config,
     without_interface,
 )
 from tests.helpers.backend_models import OTHERS as OTHER_CLASSES
@@ -83,6 +86,97 @@ def test_classes_are_those_that_declare_the_interface():
     flag, names = "_supports_attention_backend", set(causal_classes())
     declaring = {name for name in names if getattr(getattr(transformers, name), flag, False)}
     assert set(supported()) == (declaring | names & UNDECLARED) - NATIVE - OTHER_CLASSES
+
+
+# The embedding table that modules are given has the rows of a batch, and a text is any part of a batch. So these, which
+# speak of a whole table, of ids or of a length, must not decide what a token's values are.
+OF_A_WHOLE = {
+    "padding_idx": "None on the table; else it starts weights, or numbers the first position (`first_position`)",
+    "num_embeddings": "of tables that nobody cuts, or unread: lookups take the rows of the weight",
+    "vocab_size|vocab_size_per_layer_input": "shapes of logits in losses, masks of ids above; every row given is known",
+    "(audio|image)_token_id": "of parts that see and hear, which are given nothing",
+    "max_(positions|position_embeddings|source_positions|target_positions|seqlen|distance)|num_positions": (
+        "sizes of tables of positions and of masks; prompts end where they end (`max_positions`)"
+    ),
+    "(original_)?max_seq_len(_cached)?": "where rotations change; `_max_positions` ends before",
+    "offset": "added to positions, the same for all",
+    "seq_len_dim": "the axis of tokens",
+    "buffer (bias|embed_positions|pos_encoding|position_ids|token_type_ids|weights)": "by position",
+    "buffer (\\w+_)?(inv_freq|original_inv_freq)": "of a rotation's pairs",
+    "buffer (embed_scale|mup_vector|per_layer_input_scale|per_layer_projection_scale|router_input_scale|weight)": (
+        "of the hidden size"
+    ),
+}
+SPEAKS_OF_A_WHOLE = re.compile(
+    r"pad(?!ding$)|vocab|token_id|_index$|num_embeddings|max_|position|length|seq|offset|topk$"
+)
+
+
+@pytest.mark.one_release
+@pytest.mark.slow
+def test_what_speaks_of_a_whole_table_of_ids_or_of_a_length_is_known():
+    found = {}
+    for name in (name for name in supported() if name not in REFUSED):
+        content = tiny_model_config(name).to_dict() | {"architectures": [name]}
+        model = LayeredModel(json.dumps(content, default=str), "meta", own_attention=True)
+        for module in (part for whole in (model.model, *model.layers) for part in whole.modules()):
+            numbers = (entry for entry, value in module.__dict__.items() if type(value) is int)
+            names = [entry for entry in numbers if SPEAKS_OF_A_WHOLE.search(entry)]
+            names += [
+                f"buffer {entry}" for entry in module._non_persistent_buffers_set if module._buffers[entry] is not None
+            ]
+            found |= dict.fromkeys(names, name)
+    assert len(found) > 20
+    unknown = {
+        entry: name for entry, name in found.items() if not any(re.fullmatch(known, entry) for known in OF_A_WHOLE)
+    }
+    assert not unknown
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "SmolLM3ForCausalLM"])
+def test_padding_is_no_row_of_a_batch(name, tmp_path):
+    """The tables of a batch have fewer rows than the id of padding, which is in one prompt and not in another."""
+    model, draw = saved(name, tmp_path), random.Random(2)
+    prompts = [[63], [5, 5, 63, 5, 5], [draw.randrange(60) for _ in range(20)]]
+    asked = [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=2, echo_logprobs=True, ignore_eos=True) for ids in prompts
+    ]
+    with Engine.from_pretrained(tmp_path) as engine:
+        alone = [engine.run([request])[0] for request in asked]
+        results = [*alone, *engine.run(asked)]
+    assert max(off(model, result) for result in results) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["RobertaForCausalLM", "XLMRobertaXLForCausalLM"])
+def test_a_text_with_padding_that_moves_positions_is_refused(name, tmp_path):
+    """Other prompts of the same run are right; the model itself says that the refused one would not be."""
+    model = saved(name, tmp_path)
+    texts = [5, 6, 1, 7, 8], [5, 6, 7, 8]
+    asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in texts]
+    with Engine.from_pretrained(tmp_path) as engine:
+        refused, result = engine.run(asked)
+    assert "padding token 1" in str(refused.error) and off(model, result) < TOLERANCE
+    with torch.no_grad():
+        shifted, counted = (
+            model(torch.tensor(texts[:1]), position_ids=ids).logits for ids in (None, torch.tensor([[2, 3, 4, 5, 6]]))
+        )
+    assert (shifted - counted).abs().max() > 100 * TOLERANCE
+
+
+def test_an_answer_that_goes_on_behind_padding_is_refused(tmp_path):
+    """The model answers with it; an answer that ends there is right."""
+    model = saved("RobertaForCausalLM", tmp_path)
+    with torch.no_grad():
+        model.lm_head.bias[1] = 100.0
+    copy.deepcopy(model).half().save_pretrained(tmp_path)
+    asked = [
+        GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=count, ignore_eos=True, echo_logprobs=True)
+        for count in (1, 2)
+    ]
+    with Engine.from_pretrained(tmp_path) as engine:
+        ended, refused = engine.run(asked)
+    assert ended.completions[0].token_ids == (1,) and off(model, ended) < TOLERANCE
+    assert "padding token 1" in str(refused.error)
 
 
 @pytest.mark.fast(3)

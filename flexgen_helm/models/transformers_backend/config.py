@@ -170,6 +170,7 @@ class ModulesConfig(
         of every layer, and the elements of one; none: "" and 0.
     shared_keys: that several layers attend with.
     own_attention: modules compute attention in their own code.
+    padding_id: as `ModelConfig` has it.
     """
 
     class_name: str
@@ -190,6 +191,7 @@ class ModulesConfig(
     layer_input_size: int = 0
     shared_keys: tuple[SharedKeys, ...] = ()
     own_attention: bool = False
+    padding_id: int = -1
 
     @property
     def layer_inputs_size(self) -> int:
@@ -297,6 +299,10 @@ class TransformersConfig(
     @property
     def num_streams(self) -> int:
         return self.modules.streams
+
+    @property
+    def padding_id(self) -> int:
+        return self.modules.padding_id
 
     @property
     def context_end(self) -> str:

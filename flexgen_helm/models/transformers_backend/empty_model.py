@@ -22,6 +22,11 @@ from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, 
 
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
+# Entries that choose code, storage, or what a model returns besides logits; training leaves some of them.
+_WITHOUT_VALUES = re.compile(
+    "auto_map|quantization_config|_.*|output_(attentions|hidden_states|router_logits)|(use_)?return_dict|torchscript|"
+    "chunk_size_feed_forward"
+)
 _COUNT = re.compile(r"(?!.*(embed|size))(n_layers?$|num_|.*experts)")
 # Buffers up to this size have values; larger ones, such as masks, are not used.
 _MAX_BUFFER_ELEMENTS = 1 << 21
@@ -95,7 +100,7 @@ class _NoLargeTensors(TorchFunctionMode):
 
 
 def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that describe the model and its parts, without those that choose code or storage.
+    """Return the entries that describe the model and its parts, without those that choose code, storage or outputs.
 
     Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
     """
@@ -103,7 +108,7 @@ def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in content.items():
         if _COUNT.match(name) and isinstance(value, int) and value > MAX_MODULES:
             raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
-        if name not in ("auto_map", "quantization_config") and not name.startswith("_"):
+        if not _WITHOUT_VALUES.fullmatch(name):
             checked[name] = _checked(value) if isinstance(value, dict) else value
     return checked
 

@@ -181,7 +181,8 @@ class LayeredModel:
         without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
-        with _KnownMask(mask) if self.has_states else nullcontext():
+        known = _KnownLength(positions) if positions.device.type == "meta" else nullcontext()
+        with known, _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
@@ -334,6 +335,19 @@ class _KnownMask(TorchFunctionMode):
         if func in (Tensor.__eq__, Tensor.eq, torch.eq) and args[0] is self._mask:
             self._compared = out
         return out
+
+
+class _KnownLength(TorchFunctionMode):
+    """Answers which the last position of traced tokens is: modules ask whether a text is long (LongRoPE)."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()
+        self._shape = positions.shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.max, Tensor.max) and len(args) == 1 and args[0].shape == self._shape:
+            return torch.tensor(self._shape[-1] - 1)
+        return func(*args, **(kwargs or {}))
 
 
 # An annotation such as `transformers.cache_utils.Cache | None`.

@@ -163,6 +163,7 @@ def _modules(
         streams_axis=axis,
         shared_keys=shared,
         own_attention=model.own_attention,
+        padding_id=model.first_position - 1,
         **inputs,
     )
 
