@@ -229,7 +229,7 @@ def write(row: Published, folder: Path) -> tuple[Any, dict[str, Any]]:
     values = {name: tensor.contiguous() for name, tensor in values.items()}
     model.save_pretrained(folder, state_dict=values)
     if store := _STORED.get((row.config.get("quantization_config") or {}).get("quant_method")):
-        model = _stored_quantized(model, folder, store)
+        model = _stored_quantized(model, folder, dtype, store)
     else:
         content.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(content))
@@ -285,7 +285,8 @@ def _fp8(values: torch.Tensor, rows: int = 128, columns: int = 128) -> tuple[dic
     codes = (blocks / scales).to(torch.float8_e4m3fn)
     exact = (codes.float() * scales).reshape(padded.shape)[: values.shape[0], : values.shape[1]]
     whole = codes.view(torch.uint8).reshape(padded.shape)[: values.shape[0], : values.shape[1]].contiguous()
-    return {"weight": whole.view(torch.float8_e4m3fn), "weight_scale_inv": scales[:, 0, :, 0].contiguous()}, exact
+    scales = scales[:, 0, :, 0].contiguous()
+    return {"weight": whole.view(torch.float8_e4m3fn), "weight_scale_inv": scales}, exact.contiguous()
 
 
 def _store_fp8(name: str, values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
@@ -316,14 +317,14 @@ def _store_mxfp4(name: str, values: torch.Tensor) -> tuple[dict[str, torch.Tenso
 _STORED = {"fp8": _store_fp8, "mxfp4": _store_mxfp4}
 
 
-def _stored_quantized(model: Any, folder: Path, store: Any) -> Any:
-    """Store the matrices of layers as the configuration says; return the model with their values."""
+def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, store: Any) -> Any:
+    """Store the matrices of layers as the configuration says; return the model with their values, rounded once."""
     plain = load_file(folder / "model.safetensors")
     stored, exact = {}, {}
     for name, values in plain.items():
         found = store(name, values) if ".layers." in name else None
         stored |= {name: values} if found is None else found[0]
-        exact[name] = values.float() if found is None else found[1]
+        exact[name] = values.float() if found is None else found[1].to(dtype).float()
     assert stored.keys() != plain.keys()
     save_file(exact, folder / "model.safetensors", {"format": "pt"})
     reference = type(model).from_pretrained(
