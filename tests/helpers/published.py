@@ -2,7 +2,8 @@
 
 `tests/models/published.jsonl` has one configuration a line: `repo` on the hub, `source` of the facts, `config`, what
 `config.json` says, and where they are known `generation`, what `generation_config.json` says, and `tokens`, ids that
-`tokenizer_config.json` adds. `refused` is a part of the sentence that refuses it.
+`tokenizer_config.json` adds. `also` has repositories that differ in sizes alone, and `refused` a part of the sentence that
+refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TOLERANCE = 1e-4
 HIDDEN, HEADS, EXPERTS, ANSWER = 64, 4, 16, 6
 
 _SIZES = {
-    HIDDEN: "hidden_size d_model n_embd moe_intermediate_size expert_ffn_hidden_size moe_latent_size "
+    HIDDEN: "hidden_size d_model n_embd n_embed word_embed_proj_dim moe_intermediate_size expert_ffn_hidden_size moe_latent_size "
     "moe_shared_expert_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
     96: "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size block_ff_dim",
     32: "q_lora_rank kv_lora_rank",
@@ -57,6 +58,7 @@ class Published:
     generation: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     refused: str = ""
+    also: list[str] = field(default_factory=list)
 
     @property
     def end_ids(self) -> set[int]:
@@ -68,7 +70,14 @@ class Published:
     def special_ids(self) -> list[int]:
         """All ids that the files name and the vocabulary has."""
         parts = (self.generation, self.config, self.config.get("text_config") or {})
-        named = {x for part in parts for key, ids in part.items() if _is_id(key) for x in _as_list(ids)}
+        is_replaced = self.config["model_type"] == "gemma4"  # the padding token takes the places of images and sounds
+        named = {
+            token
+            for part in parts
+            for key, ids in part.items()
+            if _is_id(key) and not (is_replaced and key in ("image_token_id", "video_token_id", "audio_token_id"))
+            for token in _as_list(ids)
+        }
         return sorted(token for token in {*named, *self.tokens} if 0 <= token < self.vocab_size)
 
     @property
@@ -128,7 +137,8 @@ def _layers_tried(entries: Mapping[str, Any], count: int) -> Iterator[list[int]]
         for name, value in entries.items()
         if isinstance(value, (list, str)) and len(value) == count and name not in _NUMBERS_OF_LAYERS
     ]
-    signatures = [json.dumps([value[layer] for value in lists]) for layer in range(count)]
+    shared = count - (entries.get("num_kv_shared_layers") or 0)
+    signatures = [json.dumps([layer >= shared, *(value[layer] for value in lists)]) for layer in range(count)]
     if len(first := sorted({signatures.index(signature) for signature in signatures})) > 1:
         yield first
         yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
@@ -157,7 +167,7 @@ def _part(published: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, An
 def _small_sizes(entries: dict[str, Any], full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     known = {name: value for name, value in {**full, **entries}.items() if value is not None}
     small: dict[str, Any] = {name: _SIZE_OF[name] for name in known.keys() & _SIZE_OF.keys() if known[name]}
-    count = next(known[name] for name in _LAYERS if name in known)
+    count = next((known[name] for name in _LAYERS if name in known), len(known.get("layers_block_type", ())))
     small |= dict.fromkeys(known.keys() & _LAYERS, len(layers))
     for name, value in entries.items():
         if name in _NUMBERS_OF_LAYERS and isinstance(value, list):
@@ -186,8 +196,8 @@ def _set_heads(known: Mapping[str, Any], small: dict[str, Any]) -> None:
         return
     few = HEADS
     rope = known.get("rope_scaling") or known.get("rope_parameters") or {}
-    if "head_dim" not in known and ("short_factor" in rope or "rotary_dim" in known):
-        few = 2
+    if known["model_type"] in ("codegen", "gptj", "helium") or ("short_factor" in rope and "head_dim" not in known):
+        few = 4 if known["model_type"] == "codegen" else 2  # whose fused rows are of four parts
         small |= dict.fromkeys(("hidden_size", "d_model", "n_embd") & known.keys(), few * hidden // heads)
     small |= dict.fromkeys(known.keys() & _HEADS, few)
     for name in known.keys() & _KV_HEADS:
@@ -257,7 +267,7 @@ def _fill(model: Any, row: Published, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor.is_floating_point() and (isinstance(tensor, torch.nn.Parameter) or tensor.dim() == 1):
-                tensor.normal_(0.0, 0.25)
+                tensor.normal_(0.0, 0.15)
             if tensor is table:
                 tensor[[token for token in row.end_ids if token < len(tensor)]] *= 6
             if tensor.is_floating_point():
@@ -324,7 +334,9 @@ def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, store: Any) 
     for name, values in plain.items():
         found = store(name, values) if ".layers." in name else None
         stored |= {name: values} if found is None else found[0]
-        exact[name] = values.float() if found is None else found[1].to(dtype).float()
+        exact[name] = values.float() if found is None else found[1]
+        if "kv_b_proj" not in name:  # it rests on the compute device, and is not rounded
+            exact[name] = exact[name].to(dtype).float()
     assert stored.keys() != plain.keys()
     save_file(exact, folder / "model.safetensors", {"format": "pt"})
     reference = type(model).from_pretrained(
