@@ -23,7 +23,7 @@ from flexgen_helm.engine.attention_metadata import (
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.pipeline import Pipeline
-from flexgen_helm.engine.sampler import greedy_tokens, most_probable, sample_tokens
+from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -515,7 +515,7 @@ class Executor:
             tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
             tokens[drawn_rows] = self._draw(logits.index_select(0, drawn_rows), [*drawn.values()])
-        normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
+        normalizers = log_normalizers(logits)
         columns = [logits.gather(1, tokens[:, None]) - normalizers]
         if num_top:
             most, ids = most_probable(logits, num_top)

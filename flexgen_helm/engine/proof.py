@@ -42,10 +42,11 @@ from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.models.miniature import HIDDEN, MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
+from flexgen_helm.scheduling.prepare import token_refusal
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -57,6 +58,8 @@ _DEVIATION = 0.25
 # Sequences of a batch, and batches of a block: fewer than there are requests.
 _BLOCK = Policy(3, 2)
 _STEPS = 4
+# PyTorch's threads divide a row of as many numbers.
+_LARGE_VOCABULARY = 40_000
 _PROOFS, _SCRATCH = "proofs.json", "proof-"
 _TABLE = Path(__file__).with_name("proved.json")
 # Whether the engine that is opened here is itself part of a proof.
@@ -139,6 +142,11 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
             raise
         except Exception as error:  # whatever building or running a model raises
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
+            if isinstance(error, (OSError, MemoryError)) or "os error" in reason:  # of the system, not of the model
+                raise FlexgenError(
+                    f"the small model that {name} is compared with cannot be made in {state_dir()}: {reason}; free "
+                    "room there, or let FLEXGEN_HELM_HOME name another folder"
+                ) from error
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
         if differences[0] < TOLERANCE:  # of the first seed
             break
@@ -180,14 +188,14 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
     elif checkpoint.config_content is not None and not _is_proving.get():
         report(ProgressPhase("prove", model.name))
         with (
-            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0]) as (_, opened),
+            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0], _LARGE_VOCABULARY) as (_, opened),
             _opened(engine, replace(opened, options=replace(opened.options, batch_invariant=True))) as small,
         ):
             asked = trial_requests(SEEDS[0])
             together = [(result.prompt_logprobs, result.completions) for result in small.run(asked)]
             alone = [small.run([request])[0] for request in asked]
         if together != [(result.prompt_logprobs, result.completions) for result in alone]:
-            why = f"modules of transformers compute {checkpoint.config.class_name} over the whole batch"
+            why = f"a small model of its class, {checkpoint.config.class_name}, has other bits alone than in company"
     if why:
         raise UsageError(f"--batch-invariant does not hold for {model.name}: {why}")
 
@@ -199,16 +207,25 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
 
 
 @contextmanager
-def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> Iterator[tuple[Any, OpenedModel]]:
+def _small_model(
+    content: Mapping[str, Any], config: ModelConfig, seed: int, vocabulary: int = VOCABULARY
+) -> Iterator[tuple[Any, OpenedModel]]:
     """Make a random small model of a kind: of transformers, and opened.
+
+    vocabulary: tokens, of which requests have the first `VOCABULARY`.
 
     Raises `FlexgenError` if no small model has every kind of layer.
     """
     with _quiet_transformers():
         for cls, small in miniatures(content, config):
+            if vocabulary > VOCABULARY:
+                small.vocab_size = vocabulary
             with torch.device("meta"):
                 model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
-            if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
+            if (
+                sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+                <= MAX_WEIGHTS + 2 * HIDDEN * vocabulary
+            ):
                 with torch.random.fork_rng(devices=[]), trial_folder() as folder:
                     model = random_reference(cls, small, seed, Path(folder))
                     checkpoint = open_as(type(config), Path(folder))
@@ -251,16 +268,19 @@ def random_reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
 
 
 def trial_requests(seed: int) -> list[GenerationRequest]:
-    """Prompts of mixed lengths around a window, some with a common beginning; more than a block has."""
+    """Prompts of mixed lengths around a window, some with a common beginning; more than a block has.
+
+    Some have the last token of the vocabulary, which means padding where `miniature` chooses its id.
+    """
     draw = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY - 3) for _ in range(count)]
 
-    shared = tokens(2 * WINDOW + 3)
+    shared, last = tokens(2 * WINDOW + 3), VOCABULARY - 1
     prompts = [
-        tokens(1), [*shared, *tokens(5)], tokens(WINDOW - 1), [*shared, *tokens(1)], tokens(3 * WINDOW + 2),
-        [*shared, *tokens(2 * WINDOW)], tokens(2), tokens(WINDOW + 1), [*shared[:WINDOW], *tokens(6)],
+        [last], [*shared, *tokens(5)], tokens(WINDOW - 1), [*shared, last], tokens(3 * WINDOW + 2),
+        [*shared, *tokens(2 * WINDOW)], tokens(2), [last, *tokens(WINDOW)], [*shared[:WINDOW], *tokens(6)],
     ]  # fmt: skip
     return [
         GenerationRequest(prompt_token_ids=prompt, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
@@ -274,9 +294,12 @@ def largest_difference(
     """Return the largest difference of a log-probability between a model of transformers, and the same one opened."""
     with _opened(engine, opened) as small:
         results = small.run(asked)
-    largest = 0.0
+    largest, config = 0.0, opened.checkpoint.config
+    refused = str(token_refusal([*config.refused_ids], config))
     for request, result in zip(asked, results):
         if result.error is not None:
+            if str(result.error) == refused:  # an answer that went on behind such a token
+                continue
             raise FlexgenError(str(result.error))
         prompt, answer = list(request.prompt_token_ids or ()), result.completions[0]
         with torch.no_grad():

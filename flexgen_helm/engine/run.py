@@ -16,7 +16,7 @@ from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.request import GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
-from flexgen_helm.scheduling.prepare import make_sequences, padding_refusal, shared_prefixes
+from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
@@ -338,7 +338,7 @@ class Run:
             self._lengths.count_token(request.length_group)
             if not completion.push(drawn, self._executor.model.eos_ids):
                 alive.append((index, drawn.token))
-                request.error = request.error or padding_refusal([drawn.token], self._config)
+                request.error = request.error or token_refusal([drawn.token], self._config)
             elif completion.finish_reason != "length":
                 self._lengths.count_end(request.length_group)
         if sequence.is_shared:

@@ -31,6 +31,17 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)
 
 
+# PyTorch divides a longer row among threads, in another order than it sums one of several.
+_SUMMED_AT_ONCE = 2048
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row, by sums of one order for any rows and threads; logits [R, V] -> [R, 1]."""
+    in_blocks = logits.shape[1] // _SUMMED_AT_ONCE * _SUMMED_AT_ONCE
+    blocks = logits[:, :in_blocks].unflatten(1, (-1, _SUMMED_AT_ONCE)).logsumexp(2)
+    return torch.cat((blocks, logits[:, in_blocks:].logsumexp(1, keepdim=True)), 1).logsumexp(1, keepdim=True)
+
+
 # Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
 _NO_CHANCE = -1e4
 # SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing, as signed numbers.

@@ -166,16 +166,20 @@ def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Begun(NamedTuple):
-    """Results [T, Hq, D], log-sum-exps and sums [T, Hq] of attention that has more keys to come."""
+    """Results [T, Hq, D] and log-sum-exps [T, Hq] of attention that has more keys to come.
+
+    state: [T, Hq, D + 1] in float64: outputs before the division, and sums of weights.
+    """
 
     out: Tensor
     lse: Tensor
-    sums: Tensor
+    state: Tensor
 
     @classmethod
     def empty(cls, q: Tensor) -> Begun:
         """For queries [T, Hq, D]."""
-        return cls(empty(q.shape), empty(q.shape[:2]), empty(q.shape[:2]))
+        state = torch.empty((*q.shape[:2], q.shape[2] + 1), dtype=torch.float64, device="cpu")
+        return cls(empty(q.shape), empty(q.shape[:2]), state)
 
 
 def attend_segments(
@@ -199,7 +203,8 @@ def attend_segments(
     if (module := loops()) is None:
         return _attend_plainly(q, segments, Way(scale, window, softcap, slopes))
     group = heads // key_heads
-    out, lse, sums = begun or Begun.empty(q)
+    out, lse, state = begun or Begun.empty(q)
+    assert lse.is_contiguous() and state.is_contiguous()
     tiles = key_heads * (-(-table.jobs[:, 1] * group // module.TILE_QUERIES))
     most_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
     threads, floats = team_size(most_threads), module.scratch_floats(dim)
@@ -208,7 +213,7 @@ def attend_segments(
     addresses = [table.jobs.ctypes.data, len(table.jobs), rows.ctypes.data]
     for x in (q, out):
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
-    addresses += [lse.data_ptr(), sums.data_ptr(), _FLOAT_BYTES * lse.stride(0), key_heads, group, dim, window_tokens]
+    addresses += [lse.data_ptr(), state.data_ptr(), key_heads, group, dim, window_tokens]
     addresses += [factors.ctypes.data, table.positions.ctypes.data, 0 if slopes is None else slopes.data_ptr()]
     addresses += [is_chunked, KINDS[operands[0].dtype], memory.data_ptr(), _FLOAT_BYTES * floats]
     run_on_threads(module.attend.address, addresses, threads)
@@ -248,7 +253,7 @@ def _attend_plainly(q: Tensor, segments: Segments, way: Way) -> tuple[Tensor, Te
             size, is_chunked = way.window
             hidden |= keys < (at // size * size if is_chunked else at + 1 - size)
         scores = scores.masked_fill(hidden, -math.inf)
-        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        weights = torch.softmax(scores, -1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
         out[tokens], lse[tokens] = (weights @ v).transpose(0, 1), torch.logsumexp(scores, -1).t()
     return out, lse
 

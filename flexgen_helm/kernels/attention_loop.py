@@ -46,22 +46,26 @@ from flexgen_helm.kernels.team import FLOAT16, FLOAT32
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES = _QUERY_VECTORS * LANES
 _ROW_BYTES = 4 * TILE_QUERIES
-# Rows of a tile, with a number for each query: the maximum of its scores, the sum of its weights, the first key that
-# it sees, the one behind the last, its slope, its distance from key 0.
-# Two rows have addresses of 64 bits. Scores [BLOCK_KEYS], queries [D] and outputs [D] follow.
-_MAXIMUM, _SUM, _LOW, _HIGH, _SLOPE, _DISTANCE, _ADDRESSES, _, _SCORES = range(9)
+# Rows of a tile, with a number for each query: the maximum of its scores, by what a new one shrinks the sums, the first
+# key that it sees, the one behind the last, its slope, its distance from key 0.
+# Twice two rows have 64 bits: the sum of its weights, and addresses. Scores [BLOCK_KEYS], queries [D] and a block's
+# outputs [D] follow, and the outputs [D] in 64 bits.
+_MAXIMUM, _SHRINKING, _LOW, _HIGH, _SLOPE, _DISTANCE, _SUM, _, _ADDRESSES, _, _SCORES = range(11)
 _QUERIES = _SCORES + BLOCK_KEYS
 
 
 def scratch_floats(head_dim: int) -> int:
     """Numbers of 32 bits that a thread needs: of a tile, and of a block of keys or values that has 16 bits."""
-    return TILE_QUERIES * (_QUERIES + 2 * head_dim) + BLOCK_KEYS * head_dim
+    return TILE_QUERIES * (_QUERIES + 4 * head_dim) + BLOCK_KEYS * head_dim
 
 
 @ir_statement((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
 def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
-    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles."""
-    a, a_row, a_column, b, count, c, adds = operands
+    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles.
+
+    totals: 0, or rows of 64 bits which have the result instead: totals = totals shrinking + c, where c is not written.
+    """
+    a, a_row, a_column, b, count, c, adds, totals, shrinking = operands
     tile_bytes = 4 * TILE_QUERIES
     targets = [[builder.add(c, INT64(i * tile_bytes + 4 * LANES * j)) for j in range(vectors)] for i in range(rows)]
     zero, keeps = ir.Constant(VECTOR, [0.0] * LANES), builder.icmp_signed("!=", adds, INT64(0))
@@ -90,8 +94,26 @@ def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
         phi.add_incoming(result, loop)
     builder.cbranch(builder.icmp_signed("<", following, count), loop, behind)
     builder.position_at_end(behind)
-    for at, result in zip(chain(*targets), chain(*results)):
-        store(builder, result, at, 4)
+    with builder.if_else(builder.icmp_signed("==", totals, INT64(0))) as (is_part, is_whole):
+        with is_part:
+            for at, result in zip(chain(*targets), chain(*results)):
+                store(builder, result, at, 4)
+        with is_whole:
+            factors = [_wide(builder, load(builder, builder.add(shrinking, INT64(4 * LANES * j)), VECTOR, 4))
+                       for j in range(vectors)]  # fmt: skip
+            for i, row in enumerate(results):
+                for j, result in enumerate(row):
+                    at = builder.add(totals, INT64(2 * (i * tile_bytes + 4 * LANES * j)))
+                    total = load(builder, at, _WIDE, 8)
+                    store(builder, multiply_add(builder, total, factors[j], _wide(builder, result)), at, 8)
+
+
+# Sums over all blocks: what each adds to a sum of a hundred thousand keys would be lost in 32 bits.
+_WIDE = ir.VectorType(ir.DoubleType(), LANES)
+
+
+def _wide(builder: Any, vector: Any) -> Any:
+    return builder.fpext(vector, _WIDE)
 
 
 # The compiler may take a multiplication and an addition together, as the emitted code does.
@@ -152,13 +174,12 @@ def _constant(value: float) -> Any:
 
 
 @ir_statement()
-def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any, *outputs: Any) -> None:
-    """Turn the scores of a block [count, queries] into weights, and scale what was summed before to the new maximum.
+def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any) -> None:
+    """Turn the scores of a block [count, queries] into weights, add these, and say how a new maximum shrinks sums.
 
     first_key: number of the block's first key; -1 if each query sees all of them.
-    outputs: address of the outputs, and their rows that have a sum.
     """
-    kept = [cgutils.alloca_once(builder, VECTOR) for _ in range(2)]
+    kept = [cgutils.alloca_once(builder, kind) for kind in (VECTOR, _WIDE)]
     with cgutils.for_range(builder, vectors) as column:
         offset = builder.mul(column.index, INT64(4 * LANES))
         at = {row: builder.add(tile, builder.add(offset, INT64(row * _ROW_BYTES))) for row in range(_ADDRESSES)}
@@ -177,15 +198,15 @@ def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any, *
             builder.store(builder.select(builder.fcmp_ordered(">", score, largest), score, largest), kept[0])
         largest = builder.load(kept[0])
         shrinking = _exponential(builder, builder.fsub(before, largest))
-        builder.store(builder.fmul(load(builder, at[_SUM], VECTOR, 4), shrinking), kept[1])
+        sum_at = builder.add(at[_SUM], offset)  # twice as far
+        builder.store(builder.fmul(load(builder, sum_at, _WIDE, 8), _wide(builder, shrinking)), kept[1])
         with _rows(builder, scores, count) as (score_at, _):
             weight = _exponential(builder, builder.fsub(load(builder, score_at, VECTOR, 4), largest))
             store(builder, weight, score_at, 4)
-            builder.store(builder.fadd(builder.load(kept[1]), weight), kept[1])
+            builder.store(builder.fadd(builder.load(kept[1]), _wide(builder, weight)), kept[1])
         store(builder, largest, at[_MAXIMUM], 4)
-        store(builder, builder.load(kept[1]), at[_SUM], 4)
-        with _rows(builder, builder.add(outputs[0], offset), outputs[1]) as (output_at, _):
-            store(builder, builder.fmul(load(builder, output_at, VECTOR, 4), shrinking), output_at, 4)
+        store(builder, shrinking, at[_SHRINKING], 4)
+        store(builder, builder.load(kept[1]), sum_at, 8)
 
 
 @contextmanager
@@ -206,11 +227,11 @@ def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any
 
 
 @ir_statement()
-def _turn_out(builder: Any, source: Any, factors: Any, addresses: Any, offset: Any) -> None:
-    """Store rows of a tile, times a factor for each column, at `offset` of the rows at the addresses."""
-    factor = load(builder, factors, VECTOR, 4)
-    at = [builder.add(source, INT64(_ROW_BYTES * i)) for i in range(LANES)]
-    rows = [builder.fmul(load(builder, row, VECTOR, 4), factor) for row in at]
+def _turn_out(builder: Any, source: Any, sums: Any, addresses: Any, offset: Any) -> None:
+    """Store rows of 64 bits, over the sum of each column, at `offset` of the rows at the addresses, in 32 bits."""
+    factor = builder.fdiv(ir.Constant(_WIDE, [1.0] * LANES), load(builder, sums, _WIDE, 8))
+    at = [builder.add(source, INT64(2 * _ROW_BYTES * i)) for i in range(LANES)]
+    rows = [builder.fptrunc(builder.fmul(load(builder, row, _WIDE, 8), factor), VECTOR) for row in at]
     for i, column in enumerate(transposed(builder, rows)):
         row = load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8)
         store(builder, column, builder.add(row, offset), 4)
@@ -239,19 +260,25 @@ def _score_keys(keys: Any, row_bytes: Any, queries: Any, size: Any, scores: Any,
     at = 0
     while at < count:
         step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
-        _step((step, vectors, keys + at * row_bytes, row_bytes, 4, queries, size, scores + at * _ROW_BYTES, 0))
+        _step((step, vectors, keys + at * row_bytes, row_bytes, 4, queries, size, scores + at * _ROW_BYTES, 0, 0, 0))
         at += step
 
 
 @njit
 def _add_values(
-    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any, adds: Any
-) -> None:
-    """Add values [count, size] times weights [count, queries] to outputs [size, queries]; adds: 0 writes them."""
+    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any, adds: Any,
+    totals: Any, shrinking: Any,
+) -> None:  # fmt: skip
+    """Add values [count, size] times weights [count, queries] to a block's outputs [size, queries]; adds: 0 begins.
+
+    totals: of all blocks, to which the block's outputs are added with their last values; 0 before.
+    """
     at = 0
     while at < size:
         step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
-        _step((step, vectors, values + 4 * at, 4, row_bytes, weights, count, outputs + at * _ROW_BYTES, adds))
+        whole = totals + 2 * at * _ROW_BYTES if totals else 0
+        part = outputs + at * _ROW_BYTES
+        _step((step, vectors, values + 4 * at, 4, row_bytes, weights, count, part, adds, whole, shrinking))
         at += step
 
 
@@ -274,20 +301,22 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
     Products have keys or elements of a head for rows, and queries for columns, so keys and values are read as they
     are, and a query's maximum is that of a column.
     """
-    segments, q, q_row, q_head, out, out_row, out_head, lse, sums, lse_row = given[2:12]
-    group, size, window, factors, positions, all_slopes, is_chunked, kind = given[13:21]
+    segments, q, q_row, q_head, out, out_row, out_head, lse, state, heads = given[2:12]
+    group, size, window, factors, positions, all_slopes, is_chunked, kind = given[12:20]
     scale, cap = floats(factors, 1)[0], floats(factors + 4, 1)[0]
     bends, token = cap != 0.0 or all_slopes != 0, job[0]
-    begin, is_whole, follows = job[4], job[5] == 0, job[4] > 0
+    begin, is_whole, follows, all_heads = job[4], job[5] == 0, job[4] > 0, heads * group
     position = integers(positions + 8 * token, job[1])
     rows = min(TILE_QUERIES, job[1] * group - first_row)
-    tile = numba.carray(pointer(scratch), (_QUERIES + 2 * size, TILE_QUERIES), np.float32)
-    queries, outputs = scratch + _QUERIES * _ROW_BYTES, scratch + (_QUERIES + size) * _ROW_BYTES
-    scores, wide = scratch + _SCORES * _ROW_BYTES, outputs + size * _ROW_BYTES
+    tile = numba.carray(pointer(scratch), (_QUERIES + size, TILE_QUERIES), np.float32)
+    queries, of_block = scratch + _QUERIES * _ROW_BYTES, scratch + (_QUERIES + size) * _ROW_BYTES
+    scores, totals = scratch + _SCORES * _ROW_BYTES, of_block + size * _ROW_BYTES
+    wide, outputs = totals + 2 * size * _ROW_BYTES, numba.carray(pointer(totals), (size, TILE_QUERIES), np.float64)
+    sums = numba.carray(pointer(scratch + _SUM * _ROW_BYTES), TILE_QUERIES, np.float64)
     addresses = integers(scratch + _ADDRESSES * _ROW_BYTES, TILE_QUERIES)
     vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
     lanes = vectors * LANES
-    tile[_SLOPE] = 0
+    tile[_SLOPE], sums[:], outputs[:, :lanes] = 0, 0, 0
     for lane in range(lanes):  # those behind the last row repeat it
         row = first_row + min(lane, rows - 1)
         row_token, row_head = token + row // group, head * group + row % group
@@ -295,13 +324,13 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
         query = floats(addresses[lane], size)
         for element in range(turned, size):
             tile[_QUERIES + element, lane] = query[element] * scale
-        tile[_MAXIMUM, lane], tile[_SUM, lane] = _LEAST, 0
+        tile[_MAXIMUM, lane] = _LEAST
         if follows:
-            result = floats(out + row_token * out_row + row_head * out_head, size)
-            statistic = row_token * lse_row + 4 * row_head
+            number = row_token * all_heads + row_head
+            before = numba.carray(pointer(state + 8 * (size + 1) * number), size + 1, np.float64)
             for element in range(size):
-                tile[_QUERIES + size + element, lane] = result[element]
-            tile[_MAXIMUM, lane], tile[_SUM, lane] = floats(lse + statistic, 1)[0], floats(sums + statistic, 1)[0]
+                outputs[element, lane] = before[element]
+            tile[_MAXIMUM, lane], sums[lane] = floats(lse + 4 * number, 1)[0], before[size]
         if all_slopes:
             tile[_SLOPE, lane] = floats(all_slopes + 4 * row_head, 1)[0]
         at = position[row // group]
@@ -316,7 +345,6 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
     end = min(last_position + 1, last_segment[6] + last_segment[7])
     end = end if is_whole else min(end, job[5])
     all_see_to, all_see_from = first_position + 1, _oldest(last_position, window, is_chunked)
-    adds = 1 if follows else 0  # what the memory holds before the first block is no number
     # Blocks lie at multiples of their size, so a query's sums depend neither on segments nor on others of its tile.
     oldest = max(begin, first_segment[7], _oldest(first_position, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS)
     for block in range(oldest // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
@@ -326,45 +354,49 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
                 segment = integers(segments + 64 * number, 8)
                 start, row_bytes = segment[7], segment[2 + is_value]
                 key, end_key = max(start, block_begin), min(start + segment[6], block_end)
-                count, of_block = end_key - key, scores + (key - block_begin) * _ROW_BYTES
+                count, of_keys = end_key - key, scores + (key - block_begin) * _ROW_BYTES
                 if count <= 0:
                     continue
                 piece = segment[is_value] + head * segment[4 + is_value] + (key - start) * row_bytes
                 converted = numba.carray(pointer(wide), (count, size), np.float32)
                 piece, row_bytes = _as_float32(kind, piece, row_bytes, converted)
                 if is_value:
-                    _add_values(piece, row_bytes, of_block, count, outputs, size, vectors, adds)
-                    adds = 1
+                    to, adds = totals if end_key == block_end else 0, 1 if key > block_begin else 0
+                    shrinking = scratch + _SHRINKING * _ROW_BYTES
+                    _add_values(piece, row_bytes, of_keys, count, of_block, size, vectors, adds, to, shrinking)
                 else:
-                    _score_keys(piece, row_bytes, queries, size, of_block, count, vectors)
+                    _score_keys(piece, row_bytes, queries, size, of_keys, count, vectors)
             if not is_value:
                 count = block_end - block_begin
                 if bends:
                     _bend(tile, lanes, count, block_begin, cap)
                 is_masked = block_begin < all_see_from or block_end > all_see_to
-                _soften((vectors, count, block_begin if is_masked else -1, scratch, outputs, size if adds else 0))
-    if not adds:  # no key is seen
-        tile[_QUERIES + size :] = 0
+                _soften((vectors, count, block_begin if is_masked else -1, scratch))
     for lane in range(lanes):
         row = first_row + min(lane, rows - 1)
-        row_token, row_head, total = token + row // group, head * group + row % group, tile[_SUM, lane]
+        row_token, row_head = token + row // group, head * group + row % group
+        number, weight = row_token * all_heads + row_head, tile[_MAXIMUM, lane]
         addresses[lane] = out + row_token * out_row + row_head * out_head
-        statistic, weight = row_token * lse_row + 4 * row_head, tile[_MAXIMUM, lane]
-        if is_whole:
-            weight = np.float32(math.log(total)) + weight if total > 0 else np.float32(-np.inf)
-            tile[_SUM, lane] = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-        else:
-            floats(sums + statistic, 1)[0] = total
-            tile[_SUM, lane] = 1
-        floats(lse + statistic, 1)[0] = weight
+        if not is_whole:
+            floats(lse + 4 * number, 1)[0] = weight
+            after = numba.carray(pointer(state + 8 * (size + 1) * number), size + 1, np.float64)
+            for element in range(size):
+                after[element] = outputs[element, lane]
+            after[size] = sums[lane]
+            continue
+        if sums[lane] == 0:  # all scores are minus infinity: no number, as elsewhere; or no key is seen
+            sees = max(tile[_LOW, lane], np.float32(first_segment[7])) < min(tile[_HIGH, lane], np.float32(end))
+            sums[lane] = np.nan if sees else 1
+            weight = np.float32(-np.inf)
+        floats(lse + 4 * number, 1)[0] = np.float32(math.log(sums[lane]) + weight)
         result = floats(addresses[lane], size)
         for element in range(turned, size):
-            result[element] = tile[_QUERIES + size + element, lane] * tile[_SUM, lane]
-    for lane in range(0, lanes, LANES):
+            result[element] = outputs[element, lane] / sums[lane]
+    for lane in range(0, lanes if is_whole else 0, LANES):
         at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
         for element in range(0, turned, LANES):
-            source = outputs + element * _ROW_BYTES + 4 * lane
-            _turn_out((source, scratch + _SUM * _ROW_BYTES + 4 * lane, at, 4 * element))
+            source = totals + 2 * (element * _ROW_BYTES + 4 * lane)
+            _turn_out((source, scratch + _SUM * _ROW_BYTES + 8 * lane, at, 4 * element))
 
 
 @Loop
@@ -372,23 +404,22 @@ def attend(address: Any) -> None:
     """Attention of tokens to the segments of keys that each sees, up to its position.
 
     Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
-    log-sum-exps, the sums, bytes of the rows of both, key heads, query heads of one, elements of a head, window (0:
-    none), address of scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether
-    positions are divided into chunks of the window, the kind of keys' and values' elements, scratch memory, its bytes
-    for a thread.
+    log-sum-exps, what later jobs go on from, key heads, query heads of one, elements of a head, window (0: none),
+    address of scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether positions are
+    divided into chunks of the window, the kind of keys' and values' elements, scratch memory, its bytes for a thread.
     A job has 6 integers: first token, tokens, its first segment, the one behind its last, the first key position that
     it takes, and the one behind the last (0: all). The next job of its tokens, which begins where it ends, goes on from
-    what it leaves: `out` before the division, and maxima and sums in place of the log-sum-exps.
+    what it leaves in 64 bits: outputs [D] before the division and the sum; maxima in place of the log-sum-exps.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
     Each of a job begins where the one before it ends.
     """
     part, parts = part_of_thread(address)
-    given = operands(address, 23)
-    jobs, group, number = integers(given[0], 6 * given[1]).reshape((given[1], 6)), given[13], 0
+    given = operands(address, 22)
+    jobs, group, number = integers(given[0], 6 * given[1]).reshape((given[1], 6)), given[12], 0
     for index in range(len(jobs)):
-        for head in range(given[12]):
+        for head in range(given[11]):
             for first_row in range(0, jobs[index, 1] * group, TILE_QUERIES):
                 if number % parts == part:
-                    _attend_tile(given, given[21] + part * given[22], jobs[index], head, first_row)
+                    _attend_tile(given, given[20] + part * given[21], jobs[index], head, first_row)
                 number += 1
     done(address, part)

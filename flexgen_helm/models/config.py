@@ -145,9 +145,9 @@ class ModelConfig(Identified, ABC):
         return False
 
     @property
-    def padding_id(self) -> int:
-        """Id of the token behind which positions stand still (RoBERTa); -1 if there is none."""
-        return -1
+    def refused_ids(self) -> Mapping[int, str]:
+        """Ids of tokens that a text cannot have: what they do there."""
+        return {}
 
     @property
     def context_end(self) -> str:

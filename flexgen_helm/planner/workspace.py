@@ -100,9 +100,10 @@ class Workspace:
     @cached_property
     def _elements_per_token(self) -> int:
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
-        # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
+        # rotations with three temporaries, the outputs twice, and in float64 where more keys are to come; gate, up,
+        # activation and a product joined from tiles.
         config = self.config
-        attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * config.widest_ffn
+        attention, ffn = 10 * config.q_size + 6 * config.kv_size, 5 * config.widest_ffn
         return 6 * config.num_streams * config.hidden_size + max(attention, ffn)
 
     @cached_property

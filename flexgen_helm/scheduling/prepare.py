@@ -302,18 +302,19 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
     for token in tokens:
         if not 0 <= token < config.vocab_size:
             raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
-    if (refusal := padding_refusal(tokens, config)) is not None:
+    if (refusal := token_refusal(tokens, config)) is not None:
         raise refusal
 
 
-def padding_refusal(tokens: abc.Sequence[int], config: ModelConfig) -> RequestError | None:
-    """Return the error of a text in which positions stand still; None for others."""
-    if config.padding_id not in tokens:
-        return None
-    return RequestError(
-        f"the prompt or its answer has the padding token {config.padding_id}, which has no position in this model; "
-        "leave it out, or take a smaller max_tokens"
-    )
+def token_refusal(tokens: abc.Sequence[int], config: ModelConfig) -> RequestError | None:
+    """Return the error of a text with a token that a text cannot have; None for others."""
+    for token, does in config.refused_ids.items():
+        if token in tokens:
+            return RequestError(
+                f"the prompt or its answer has token {token}, which {does} in this model; leave it out, or take a "
+                "smaller max_tokens"
+            )
+    return None
 
 
 def _identity(request: Request) -> tuple[object, ...]:

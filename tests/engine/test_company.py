@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 import tempfile
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.engine import executor
 from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.attention import can_attend
+from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from tests.helpers.software_tiles import software_tiles
 from tests.helpers.tiny_causal_models import tiny_config
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY, save_random
@@ -30,9 +34,12 @@ FAST = ["llama", "gemma2", "opt-350m", "mixtral", "GptOssForCausalLM"]
 SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCausalLM", "FalconForCausalLM"]
 CASES = [
     *((variant, "fp16") for variant in FAST),
+    ("llama@50257", "fp16"),
+    ("SmolLM3ForCausalLM@151936", "fp16"),
     ("llama", "8bit"),
     ("llama", "4bit"),
     *(pytest.param(variant, "fp16", marks=pytest.mark.slow) for variant in SLOW),
+    *(pytest.param(f"opt-350m@{size}", "fp16", marks=pytest.mark.slow) for size in (32_769, 128_256, 262_144)),
     pytest.param("gemma2", "4bit-weights", marks=pytest.mark.slow),
     *(pytest.param(variant, "4bit", marks=pytest.mark.slow) for variant in ("gemma2", "mixtral", "bloom")),
 ]  # fmt: skip
@@ -40,25 +47,30 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    """Build a variant, or a class of transformers, with room for several blocks of keys: its folder, its window."""
+    """Build a variant, or a class of transformers, with room for several blocks of keys: its folder, its window.
+
+    name@size: with a vocabulary of that size.
+    """
     built = {}
 
     def get(variant: str) -> tuple[Path, int]:
         if variant not in built:
-            config, folder = VARIANTS[variant]() if variant in VARIANTS else tiny_config(variant), None
+            name, _, vocabulary = variant.partition("@")
+            config = VARIANTS[name]() if name in VARIANTS else tiny_config(name)
+            config.vocab_size = int(vocabulary or config.vocab_size)
             for key in ("max_position_embeddings", "n_positions"):
-                if variant in VARIANTS and hasattr(config, key):
+                if name in VARIANTS and hasattr(config, key):
                     setattr(config, key, 320)
             save_random(folder := tmp_path_factory.mktemp(variant), config, seed=1)
-            built[variant] = folder, 300 if variant in VARIANTS else 60
+            built[variant] = folder, 300 if name in VARIANTS else 60
         return built[variant]
 
     return get
 
 
-def tree_of_prompts(draw: random.Random, longest: int) -> list[GenerationRequest]:
+def tree_of_prompts(draw: random.Random, longest: int, vocabulary: int = 0) -> list[GenerationRequest]:
     """Requests of every kind, with beginnings in common that end at and beside borders of blocks."""
-    vocabulary, stems = VOCABULARY if longest > 60 else 60, [[]]
+    vocabulary, stems = vocabulary or (VOCABULARY if longest > 60 else 60), [[]]
     for _ in range(draw.randrange(1, 4)):
         size = draw.choice([1, 5, 30, 63, 64, 70] if longest > 60 else [1, 5, 20])
         stems.append(draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(size)])
@@ -107,8 +119,42 @@ def test_bits_do_not_depend_on_the_company(longer, variant, precision):
     model, longest = longer(variant)
     for seed in (0, 1):
         draw = random.Random(f"{variant} {seed}")
-        asked = tree_of_prompts(draw, longest)
+        asked = tree_of_prompts(draw, longest, int(variant.partition("@")[2] or 0))
         assert_equal_bits(model, asked, draw, precision=precision, batch_invariant=True)
+
+
+def test_the_comparison_sees_sums_over_a_vocabulary_that_threads_divide(longer, monkeypatch):
+    """As PyTorch sums a row that is alone. The trial has a large vocabulary, and refuses the model by name."""
+    monkeypatch.setattr(executor, "log_normalizers", partial(torch.logsumexp, dim=-1, keepdim=True))
+    torch.set_num_threads(2)
+    with pytest.raises(UsageError, match="has other bits alone than in company"):
+        Engine.from_pretrained(longer("llama")[0], batch_invariant=True)
+
+
+# Elements of modules, wherever they lie: PyTorch's own functions differ in the last elements of a vector, or for a long
+# row that is alone.
+PLACES = {
+    "mish": F.mish, "elu": F.elu, "power": lambda x: x.abs() ** 1.3, "sigmoid": torch.sigmoid, "softplus": F.softplus,
+    "sum": lambda x: x.sum(-1, keepdim=True).expand_as(x), "mean": lambda x: x.mean(-1, keepdim=True).expand_as(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_functions_of_modules_do_not_follow_the_place_of_an_element(name):
+    function, differs = PLACES[name], 0
+    is_sum = name in ("sum", "mean")
+    for size in (40_001, 70_000) if is_sum else (5, 16, 31, 97, 1000, 40_001):
+        rows = torch.randn(4, size, generator=torch.Generator().manual_seed(size)) * 3
+        torch.set_num_threads(2)
+        with BatchInvariant():
+            alone = torch.cat([function(row) for row in rows.split(1)])
+            together = function(rows) if is_sum else function(torch.cat((rows.flatten(), torch.zeros(7))))
+        assert torch.equal(alone.flatten(), together.flatten()[: 4 * size])
+        torch.testing.assert_close(alone.double(), function(rows.double()), rtol=1e-5, atol=1e-4)
+        plain = torch.cat([function(row) for row in rows.split(1)])
+        whole = function(rows) if is_sum else function(torch.cat((rows.flatten(), torch.zeros(7))))
+        differs += not torch.equal(plain.flatten(), whole.flatten()[: 4 * size])
+    assert differs
 
 
 def test_a_matrix_unit_gives_one_row_the_bits_of_many(longer, tmp_path):
@@ -141,7 +187,7 @@ def test_the_comparison_sees_a_product_that_follows_the_batch(longer, monkeypatc
     [
         ("llama", {"precision": "paper-4bit"}, "KV cache of paper-4bit"),
         ("llama", {"device": "sim", "limits": MemoryLimits(gpu=64 * MIB)}, "take --device cpu"),
-        pytest.param("JambaForCausalLM", {}, "JambaForCausalLM over the whole batch", marks=pytest.mark.slow),
+        pytest.param("JambaForCausalLM", {}, "JambaForCausalLM, has other bits alone", marks=pytest.mark.slow),
     ],
 )
 def test_what_follows_the_batch_is_refused(longer, tmp_path, variant, options, named):

@@ -38,6 +38,7 @@ REFUSED = {
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
+    "MllamaForCausalLM": "does not call its layers one after the other",
     "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
     "ZayaForCausalLM": "states in a module that returns more|does not go on from the states",
@@ -210,6 +211,7 @@ def measure() -> Iterator[tuple[str, str, float]]:
 REASONS = {
     "two attentions in a layer": ["DiffLlama", "LongcatFlash"],
     "layers that run several times": ["HrmText"],
+    "layers that a text leaves out": ["Mllama"],
     "states that are kept in a way of their own": ["RecurrentGemma", "Rwkv", "Zaya", "xLSTM"],
     "layers are given the embeddings again": ["Zamba", "Zamba2"],
     "experts outside transformers' interface": ["Dbrx", "JetMoe"],

@@ -53,6 +53,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"] * 2,
     ),
     "MinistralForCausalLM": dict(head_dim=8),
+    "MllamaForCausalLM": dict(num_hidden_layers=4),  # the fourth attends to an image
     "ReformerModelWithLMHead": dict(axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 8], attn_layers=["local", "lsh"]),
     "Mistral4ForCausalLM": dict(
         num_key_value_heads=4, head_dim=None, rope_parameters=dict(

@@ -118,6 +118,46 @@ def test_scores_beyond_what_an_exponential_holds():
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
+@pytest.mark.parametrize("keys", [8_000, 100_000])
+def test_what_each_of_many_keys_adds_beside_a_sink_is_not_lost(keys):
+    """A first key of weight 1, as trained models have, and many of e^-17: less than a unit in the sum's last place.
+
+    The last tokens are behind a prefix, or decode, at once or in two steps; one sum in 32 bits would lose it.
+    """
+    q, k, v = torch.zeros(70, 1, 16), torch.zeros(keys, 1, 16), torch.ones(keys, 1, 16)
+    q[..., 0], k[1:, 0, 0], v[0] = 1.0, -17.0, 0.0
+    last, pair = keys - 70, tuple(x.transpose(0, 1) for x in (k, v))
+    behind = SegmentTable.of([TokenGroup(0, 70, (0,), is_prompt=True)], range(last, keys), [(last, 0)])
+    alone = SegmentTable.of([TokenGroup(0, 1, (), (0, 0))], [keys - 1])
+    half = last // 2 // BLOCK_KEYS * BLOCK_KEYS
+    steps = [SegmentTable.of([TokenGroup(0, 1, (0,), begin=at, end=to)], [keys - 1], [(keys, 0)])
+             for at, to in ((0, half), (half, 0))]  # fmt: skip
+    prefix = pair[0][:, :last], pair[1][:, :last]
+    found = [[x[-1] for x in attend_segments(q, behind.at([prefix], (k[last:], v[last:])), 1.0)]]
+    found.append([x[0] for x in attend_segments(q[:1], alone.at(caches=(pair[0][None], pair[1][None])), 1.0)])
+    begun = Begun.empty(q[:1])
+    found.append([[x[0] for x in attend_segments(q[:1], step.at([pair]), 1.0, begun=begun)] for step in steps][-1])
+    added = (keys - 1) * math.exp(-17)
+    for out, lse in found:
+        assert (out.double() - added / (1 + added)).abs().max() < 1e-8 and abs(lse.item() - math.log1p(added)) < 1e-8
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+    in_order = (torch.cat((torch.ones(1), torch.full((keys - 1,), math.exp(-17)))).numpy()).cumsum(dtype="float32")[-1]
+    assert abs(math.log(in_order) - math.log1p(added)) > 1e-4
+
+
+@pytest.mark.parametrize("loops_are_used", [True, False])
+def test_scores_of_minus_infinity_alone_have_no_number(loops_are_used, monkeypatch):
+    """As elsewhere, where a softmax of them is none; a token that sees no key at all has 0, to be merged."""
+    if not loops_are_used:
+        monkeypatch.setattr(attention, "loops", lambda: None)
+    q, k, v = torch.ones(3, 1, 16), torch.full((3, 1, 16), -math.inf), torch.ones(3, 1, 16)
+    out, _ = attend_segments(q, SegmentTable.of([TokenGroup(0, 3, is_prompt=True)], range(3)).at([], (k, v)), 1.0)
+    assert out.isnan().all()
+    pair, unseen = tuple(x.transpose(0, 1) for x in (k, v)), SegmentTable.of([TokenGroup(0, 1, (0,))], [9], [(3, 0)])
+    out, lse = attend_segments(q[:1], unseen.at([pair]), 1.0, (2, False))
+    assert out.eq(0).all() and lse.eq(-math.inf).all()
+
+
 def test_a_value_that_is_not_finite_stays_in_its_prompt():
     """A number that is none must reach the scores of its own prompt, which are then refused, and no others."""
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
@@ -181,7 +221,9 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     way = None if window is None else (window.tokens, window.is_chunked), softcap, slopes
     torch.set_num_threads(threads)
     pair = tuple(x.to(dtype) for x in pair)
-    begun, given = Begun(*(torch.full((count, heads, *size), math.nan) for size in ((dim,), (), ()))), (dim**-0.5, *way)
+    begun, given = Begun.empty(q), (dim**-0.5, *way)
+    for part in begun:
+        part.fill_(math.nan)
     whole = prefix // BLOCK_KEYS * BLOCK_KEYS
     if whole and any(follows):
         groups = [TokenGroup(token, 1, (0,), end=whole) for token in range(count) if follows[token]]

@@ -133,6 +133,29 @@ def test_what_speaks_of_a_whole_table_of_ids_or_of_a_length_is_known():
     assert not unknown
 
 
+# Layers of different kinds, which cannot be repeated alike; published ones are among `PUBLISHED`.
+IRREGULAR = {"Dots3NoteForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "NemotronHForCausalLM"}
+
+
+@pytest.mark.one_release
+def test_every_class_is_read_with_as_many_layers_as_real_models_have():
+    """What a model takes of a layer's results may be wrong from the fourth on."""
+    for name in (name for name in supported() if name not in IRREGULAR | REFUSED.keys()):
+        content = json.loads(json.dumps(tiny_model_config(name).to_dict() | {"architectures": [name]}, default=str))
+        counts = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"} & content.keys()
+        layers = max(content[count] or 0 for count in counts)
+        for entry, value in content.items():
+            if entry in counts:
+                content[entry] = 4 * layers
+            elif (
+                isinstance(value, list)
+                and len(value) == layers
+                and re.search("layer|pattern|types|intermediate", entry)
+            ):
+                content[entry] = 4 * value
+        assert architecture_of_config(content).read_config(content).num_layers == 4 * layers, name
+
+
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "SmolLM3ForCausalLM"])
 def test_padding_is_no_row_of_a_batch(name, tmp_path):
     """The tables of a batch have fewer rows than the id of padding, which is in one prompt and not in another."""
@@ -155,7 +178,7 @@ def test_a_text_with_padding_that_moves_positions_is_refused(name, tmp_path):
     asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in texts]
     with Engine.from_pretrained(tmp_path) as engine:
         refused, result = engine.run(asked)
-    assert "padding token 1" in str(refused.error) and off(model, result) < TOLERANCE
+    assert "token 1, which has no position" in str(refused.error) and off(model, result) < TOLERANCE
     with torch.no_grad():
         shifted, counted = (
             model(torch.tensor(texts[:1]), position_ids=ids).logits for ids in (None, torch.tensor([[2, 3, 4, 5, 6]]))
@@ -176,7 +199,7 @@ def test_an_answer_that_goes_on_behind_padding_is_refused(tmp_path):
     with Engine.from_pretrained(tmp_path) as engine:
         ended, refused = engine.run(asked)
     assert ended.completions[0].token_ids == (1,) and off(model, ended) < TOLERANCE
-    assert "padding token 1" in str(refused.error)
+    assert "token 1, which has no position" in str(refused.error)
 
 
 @pytest.mark.fast(3)
@@ -280,6 +303,15 @@ def test_every_language_model_among_several_parts(name, tmp_path):
     if name == "Llama4ForConditionalGeneration" and transformers.__version__.startswith("5.24."):
         pytest.skip("of text alone, the class itself fails there: its output has no image_outputs")
     assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
+
+
+def test_a_placeholder_of_an_image_that_the_model_replaces_is_refused(tmp_path):
+    """Without an image, too: Gemma 4 gives it the embedding of padding."""
+    saved("Gemma4ForConditionalGeneration", tmp_path, image_token_id=40)
+    asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in ([5, 40, 6], [5, 6])]
+    with Engine.from_pretrained(tmp_path) as engine:
+        refused, result = engine.run(asked)
+    assert "token 40, which stands for an image" in str(refused.error) and result.error is None
 
 
 def test_a_language_model_that_transformers_does_not_list(tmp_path):
@@ -450,7 +482,7 @@ def test_a_tied_head_is_known_by_its_own_name(name):
 def test_every_class_runs_or_is_refused_by_name():
     runs = (set(supported()) - set(REFUSED)) | (NATIVE | OTHER_CLASSES) & set(causal_classes())
     refused = refused_classes()
-    assert len(runs) >= 150 and not runs & refused and runs | refused == set(causal_classes()) | UNBUILT
+    assert len(runs) >= 149 and not runs & refused and runs | refused == set(causal_classes()) | UNBUILT
 
 
 @pytest.mark.parametrize(

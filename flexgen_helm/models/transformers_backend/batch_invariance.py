@@ -36,6 +36,37 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x**3))  # sqrt(8 / pi)
 
 
+def _mish(x: Tensor, inplace: bool = False) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+def _elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    return torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0)))
+
+
+def _pow(x: Any, exponent: Any) -> Tensor:
+    is_exact = exponent in (-2, -1, -0.5, 0.5, 1, 2, 3) if isinstance(exponent, (int, float)) else False
+    if is_exact or not (isinstance(x, Tensor) and x.dtype == torch.float32 and isinstance(exponent, float)):
+        return torch.pow(x, exponent)
+    return torch.exp(torch.log(x.double()) * exponent).float()
+
+
+# PyTorch sums a longer row that is alone by several threads.
+_SUMMED_AT_ONCE = 1 << 15
+
+
+def _sum(x: Tensor, *given: Any, **named: Any) -> Tensor:
+    if not x.dim() or x.shape[-1] <= _SUMMED_AT_ONCE or (given or (named.get("dim"),))[0] not in (-1, [-1], (-1,)):
+        return torch.sum(x, *given, **named)
+    first, rest = x.tensor_split([_SUMMED_AT_ONCE], -1)
+    return torch.sum(first, *given, **named) + _sum(rest, *given, **named)
+
+
+def _mean(x: Tensor, *given: Any, **named: Any) -> Tensor:
+    is_long = x.dim() and x.shape[-1] > _SUMMED_AT_ONCE
+    return _sum(x, *given, **named) / x.shape[-1] if is_long else torch.mean(x, *given, **named)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() != 2 or not weight.dtype == x.dtype == torch.float32:
         return F.linear(x, weight, bias)
@@ -48,6 +79,11 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     F.silu: _silu,
     F.softplus: _softplus,
     F.gelu: _gelu,
+    F.mish: _mish,
+    F.elu: _elu,
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
+    **dict.fromkeys((torch.sum, Tensor.sum), _sum),
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
     F.linear: _linear,
 }
 

@@ -170,7 +170,7 @@ class ModulesConfig(
         of every layer, and the elements of one; none: "" and 0.
     shared_keys: that several layers attend with.
     own_attention: modules compute attention in their own code.
-    padding_id: as `ModelConfig` has it.
+    padding_id: of the token behind which positions stand still (RoBERTa); -1 if there is none.
     """
 
     class_name: str
@@ -226,6 +226,9 @@ class ModulesConfig(
         return f"{prefix}{stack.path}.{found['entry']}", int(found["number"]), stack.transposed
 
 
+# Models of several parts that give placeholders the embedding of another token, even where there is no image.
+_REPLACE_PLACEHOLDERS = {"gemma4", "gemma4_unified", "granite_speech"}
+_PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")
 _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
 
 
@@ -300,9 +303,13 @@ class TransformersConfig(
     def num_streams(self) -> int:
         return self.modules.streams
 
-    @property
-    def padding_id(self) -> int:
-        return self.modules.padding_id
+    @cached_property
+    def refused_ids(self) -> Mapping[int, str]:
+        content = json.loads(self.modules.text)
+        if str(content.get("model_type")) in _REPLACE_PLACEHOLDERS:
+            ids = [value for name, value in content.items() if _PLACEHOLDER.fullmatch(name) and isinstance(value, int)]
+            return dict.fromkeys(ids, "stands for an image or a sound")
+        return {self.modules.padding_id: "has no position"} if self.modules.padding_id >= 0 else {}
 
     @property
     def context_end(self) -> str:

@@ -145,12 +145,12 @@ class LayeredModel:
         with suppress(_AllRecordedError):
             try:
                 self._run(self.base, inputs)
-            except ValueError as error:  # it unpacks what its layers return, and none of them has run yet
+            except (ValueError, IndexError) as error:  # it unpacks what its layers return, and none has run yet
                 expected = _UNPACKED.search(str(error))
                 if expected is None or any(state.num_returned for state in self._states):
                     raise
                 for state in self._states:
-                    state.num_returned = int(expected[1])
+                    state.num_returned = int(expected[1] or 1)
                 self._run(self.base, inputs)
         hidden = self._states[0].hidden
         recorded = [state.recorded for state in self._states if state.recorded is not None]
@@ -352,7 +352,7 @@ class _KnownLength(TorchFunctionMode):
 
 # An annotation such as `transformers.cache_utils.Cache | None`.
 _CACHE = re.compile(r"\bCache\b")
-_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
+_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)|invalid index of a 0-dim()")
 
 
 class _AllRecordedError(Exception):
