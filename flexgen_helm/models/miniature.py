@@ -118,7 +118,9 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
     for layers in _layers_tried(full, config.num_layers):
         try:
             entries = small_config(full, layers)
-            if config.padding_id < 0:  # positions do not follow it: as far up as in published vocabularies
+            if (
+                not isinstance(config, TransformersConfig) or config.modules.padding_id < 0
+            ):  # positions do not follow it
                 entries["pad_token_id"] = VOCABULARY - 1
             small = type(whole)(**entries)
             content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}

@@ -2,8 +2,8 @@
 
 `tests/models/published.jsonl` has one configuration a line: `repo` on the hub, `source` of the facts, `config`, what
 `config.json` says, and where they are known `generation`, what `generation_config.json` says, and `tokens`, ids that
-`tokenizer_config.json` adds. `also` has repositories that differ in sizes alone, and `refused` a part of the sentence that
-refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out.
+`tokenizer_config.json` adds. `also` has repositories that differ in sizes alone, and `refused` a part of the sentence
+that refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TOLERANCE = 1e-4
 HIDDEN, HEADS, EXPERTS, ANSWER = 64, 4, 16, 6
 
 _SIZES = {
-    HIDDEN: "hidden_size d_model n_embd n_embed word_embed_proj_dim moe_intermediate_size expert_ffn_hidden_size moe_latent_size "
-    "moe_shared_expert_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
+    HIDDEN: "hidden_size d_model n_embd n_embed word_embed_proj_dim moe_intermediate_size expert_ffn_hidden_size "
+    "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
     96: "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size block_ff_dim",
     32: "q_lora_rank kv_lora_rank",
     8: "hidden_size_per_layer_input laurel_rank",
@@ -45,6 +45,7 @@ _KV_HEADS = {"num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 # Lists of numbers of layers.
 _NUMBERS_OF_LAYERS = {"mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs"}
+_STATES = {"linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm"}
 _OTHER_PARTS = {"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
 
 
@@ -70,15 +71,15 @@ class Published:
     def special_ids(self) -> list[int]:
         """All ids that the files name and the vocabulary has."""
         parts = (self.generation, self.config, self.config.get("text_config") or {})
-        is_replaced = self.config["model_type"] == "gemma4"  # the padding token takes the places of images and sounds
-        named = {
-            token
-            for part in parts
-            for key, ids in part.items()
-            if _is_id(key) and not (is_replaced and key in ("image_token_id", "video_token_id", "audio_token_id"))
-            for token in _as_list(ids)
-        }
-        return sorted(token for token in {*named, *self.tokens} if 0 <= token < self.vocab_size)
+        named = {token for part in parts for key, ids in part.items() if _is_id(key) for token in _as_list(ids)}
+        known = {*named, *self.tokens} - {*self.refused_ids}
+        return sorted(token for token in known if 0 <= token < self.vocab_size)
+
+    @property
+    def refused_ids(self) -> list[int]:
+        """Placeholders that transformers gives the embedding of another token."""
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        return [self.config[name] for name in names if self.config["model_type"] == "gemma4"]
 
     @property
     def vocab_size(self) -> int:
@@ -155,6 +156,17 @@ def _shrunk(published: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
         return {**small, "text_config": _shrunk(text, layers)}
     full = _config_class(published)(**_without_class(published)).to_dict()
     return dict(published) | _small_sizes(dict(published), full, layers)
+
+
+def changed(published: Mapping[str, Any], small: Mapping[str, Any]) -> set[str]:
+    """The entries of a small configuration that are not as published, but for sizes and lists of layers."""
+    if published.get("text_config"):
+        published, small = published["text_config"], small["text_config"]
+    sizes = {*_SIZE_OF, *_LAYERS, *_HEADS, *_KV_HEADS, *_STATES, "first_k_dense_replace", "num_kv_shared_layers"}
+    if published["model_type"] == "mamba2":  # as many heads as groups at least
+        sizes.add("head_dim")
+    names = {name for name, value in published.items() if small[name] != value} - sizes
+    return {name for name in names if not isinstance(small[name], list) and name != "hybrid_override_pattern"}
 
 
 def _part(published: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
