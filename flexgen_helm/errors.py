@@ -78,6 +78,15 @@ class RequestError(FlexgenError):
     """
 
 
+class ContextLengthError(RequestError):
+    """A prompt and its answer are longer than the model's window.
+
+    Next: Shorten the prompt or lower `max_tokens`.
+    """
+
+    code = "context_length_exceeded"  # of OpenAI, by which clients know it
+
+
 class NumericalError(RequestError):
     """A value that is not finite appeared; the message names the layer.
 

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import CheckpointError, UsageError
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -24,6 +25,16 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise `CheckpointError` for the short text that a clone without Git LFS has in place of a file."""
+    with suppress(OSError), path.open("rb") as file:  # whoever reads it says why it cannot be read
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder")
 
 
 def existing_folder(path: Path) -> Path:
@@ -55,6 +66,14 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
+
+
+def append(file: FileIO, text: str) -> None:
+    """Append a text to an open file and hand it to the system. Raises OSError, which names the file."""
+    left = memoryview(text.encode())
+    with naming(Path(str(file.name))):
+        while left:  # a disk that gets full takes a part
+            left = left[file.write(left) :]
 
 
 def replace_text(path: Path, text: str) -> None:

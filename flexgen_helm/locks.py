@@ -11,12 +11,13 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from filelock import SoftFileLock, Timeout
 
 from flexgen_helm.concurrency import stop_point
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import naming
 from flexgen_helm.progress import Message, report
 
@@ -66,7 +67,7 @@ def _take(path: Path, held: ExitStack) -> bool:
         stack.callback(os.close, descriptor)  # which unlocks it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(descriptor).st_nlink:  # whoever had it has deleted it
+            if not _is_still_at(path, descriptor):  # whoever had it has deleted or renamed it
                 return False
         except BlockingIOError:
             return False
@@ -79,6 +80,39 @@ def _take(path: Path, held: ExitStack) -> bool:
                 return False
         held.push(stack.pop_all())
     return True
+
+
+def _is_still_at(path: Path, descriptor: int) -> bool:
+    """Whether a path names an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def sole_writer(path: Path, flag: str) -> Iterator[FileIO]:
+    """Open a file to append to, as the only process that does; it is deleted at the end if it is empty.
+
+    flag: what the user gave the file by.
+    Raises `InUseError` if another process has it, and `UsageError` if it cannot be written.
+    """
+    with ExitStack() as held:
+        try:
+            path.open("ab").close()  # `locked` would make its folder
+            held.enter_context(locked(path, timeout=0.2))
+            file = held.enter_context(path.open("ab", buffering=0))
+        except InUseError:
+            raise InUseError(
+                f"{flag}: {path} is written by {_holder(path)}; wait until that has ended, or give another name"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+        try:
+            yield file
+        finally:
+            if not os.fstat(file.fileno()).st_size and _is_still_at(path, file.fileno()):
+                path.unlink()
 
 
 def _marker(path: Path) -> Path:

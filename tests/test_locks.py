@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_helm import locks
+from flexgen_helm import cli, locks
 from flexgen_helm.checkpoint.paths import state_lock, update_state
 from flexgen_helm.cli import doctor
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.files import append
+from flexgen_helm.locks import InUseError, locked, sole_writer
 from flexgen_helm.progress import Message, observed_by
 from tests.helpers.paths import ROOT
-from tests.helpers.small_disks import read_only
+from tests.helpers.small_disks import read_only, small_disk
 
 _HOLD = """
 import errno, sys
@@ -117,3 +118,44 @@ def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     with read_only(tmp_path / "home"), state_lock("a.lock"), state_lock("a.lock"):
         update_state("facts.json", lambda content: content.update(a=1))
+
+
+@without_locks
+@pytest.mark.parametrize(
+    "command", [["generate", "opt-125m", "--prompts", "in", "--out"], ["batch", "in", "--model", "opt-125m", "-o"]]
+)
+def test_an_output_file_has_one_writer(tmp_path, monkeypatch, capsys, code, command):
+    monkeypatch.chdir(tmp_path)
+    partial = tmp_path / "out.partial"
+    (tmp_path / "in").write_text("{}\n")
+    partial.write_text("a line\n")
+    with held_elsewhere(partial, code) as process:
+        refuse(monkeypatch, code)
+        assert cli.main([*command, "out"]) == 1
+        assert f"{partial.name} is written by process {process.pid}" in capsys.readouterr().err
+        process.kill()
+    assert partial.read_text() == "a line\n" and not (tmp_path / "out").exists()
+
+
+def test_a_file_that_was_renamed_is_another_ones(tmp_path):
+    path = tmp_path / "a.partial"
+    with sole_writer(path, "-o") as file:
+        append(file, "one\n")
+        path.rename(tmp_path / "a")
+        with sole_writer(path, "-o") as second:  # which has begun a file of its own
+            append(second, "two\n")
+    assert (tmp_path / "a").read_text() == "one\n" and path.read_text() == "two\n"
+    with sole_writer(path, "-o") as file:
+        file.truncate(0)
+    assert not path.exists()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    with small_disk(tmp_path / "disk", 16384) as disk, sole_writer(disk / "out.partial", "-o") as file:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            append(file, "x" * 20_000)
+        assert caught.value.filename == str(disk / "out.partial")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["--version"]) == 1
+    assert capsys.readouterr().err == "flexgen-helm: stdout cannot be used: No space left on device\n"

@@ -26,6 +26,9 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
 _MAX_FLOAT16_ERROR = 2.0**-9
+# Elements of this quadratic mean or more lose less in float16: at most 2^-25, or 2^-11 of themselves, each.
+_SAFE_NORM = 2.0**-15
+_SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
 _FLOATS = "F16", "BF16", "F32", "F64"
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
@@ -136,18 +139,20 @@ class Checkpoint(ABC):
 
     def _rounded_tiles(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the tiles of the file in the dtype of `tensor`; see there for what is checked."""
+        kept = self._computed_dtype(name) if self.as_float16 else self._dtype_of(name)
         error = total = 0.0
         for tile in self._read_tiles(name):
             self._require_finite(name, tile)
-            rounded = tile.to(self._dtype_of(name))
-            if self.as_float16:
-                exact = tile.double()
-                total += float(exact.square().sum())
-                error += float((exact - tile.to(self._computed_dtype(name))).square().sum())
-            yield rounded
+            if kept == torch.float16 != tile.dtype:
+                norm = float(torch.linalg.vector_norm(tile, dtype=torch.float32))
+                if norm < _SAFE_NORM * sqrt(tile.numel()):
+                    norm = float(torch.linalg.vector_norm(exact := tile.double()))
+                    error += float((exact - tile.to(kept)).square().sum())
+                total += norm**2
+            yield tile.to(self._dtype_of(name))
         if error > _MAX_FLOAT16_ERROR**2 * total:
-            lost = (error / total) ** 0.5
-            raise Float16Error(f"{self._title(name)} would lose {lost:.1%} of its norm in float16")
+            lost = f"{self._title(name)} would lose {(error / total) ** 0.5:.1%} of its norm in float16"
+            raise Float16Error(lost) if self.as_float16 else CheckpointError(f"{lost}; {_SAVE_AS_BFLOAT16}")
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if len(self.shapes[name]) == 1 else self.storage_dtype
@@ -163,8 +168,8 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
             largest, dtype = float(extremes.abs().max()), str(self._computed_dtype(name)).removeprefix("torch.")
-            kind = Float16Error if self.as_float16 else CheckpointError
-            raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
+            wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
+            raise Float16Error(wrong) if self.as_float16 else CheckpointError(f"{wrong}; {_SAVE_AS_BFLOAT16}")
 
 
 def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:

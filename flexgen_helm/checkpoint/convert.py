@@ -139,7 +139,7 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
     if resolved.kind in ("gguf", "wheel"):
         raise UsageError(f"{resolved.name} is a GGUF model, which is read as it is; nothing needs converting")
     if (folder := resolved.path) is not None:
-        if folder.is_file() or any(folder.glob("*.safetensors")):
+        if folder.is_file() or any(folder.glob("[!.]*.safetensors")):
             raise UsageError(f"{folder} has safetensors weights; nothing needs converting")
         files = pickled_files(folder, str(folder))
         return _Source(folder, files, folder.resolve().name, out or folder_conversion(folder))
@@ -207,8 +207,6 @@ def _require_undamaged_archive(file: Path) -> None:
     """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
     with file.open("rb") as opened:
         start = opened.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{file} is a pointer of git LFS, not the file itself; run git lfs pull")
     if not zipfile.is_zipfile(file):
         if start.startswith(b"PK\x03\x04"):
             raise CheckpointError(f"{file} is truncated ({file.stat().st_size:,} bytes); fetch it again")

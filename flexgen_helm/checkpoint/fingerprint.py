@@ -16,7 +16,7 @@ from typing import Any
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.files import naming
+from flexgen_helm.files import naming, refuse_lfs_pointer
 from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"
@@ -56,6 +56,8 @@ class SourceFile:
 
     @classmethod
     def open(cls, path: Path) -> SourceFile:
+        """Raise `CheckpointError` if it cannot be read, or is a Git LFS pointer."""
+        refuse_lfs_pointer(path)
         with _explain_os_errors(path):
             return cls(path, _stamp(path.stat()))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.files import exact_size, size
+from flexgen_helm.files import exact_size, refuse_lfs_pointer, size
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
@@ -38,14 +38,14 @@ _MAX_SMALL_FILE = 512 << 20
 # Each holds a vocabulary; a tokenizer needs one of them.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-# What trainers leave in the folder, pickled too.
-_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+# What trainers leave in the folder, pickled too, and macOS for every file ('._model.bin').
+_NO_WEIGHTS = (".", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 
 def require_small_file(path: Path) -> None:
-    """Raise `CheckpointError` for what reading would never end, or would fill the memory; a missing file passes.
+    """Raise `CheckpointError` for what reading would never end, or would fill the memory, and for a Git LFS pointer.
 
-    Links are followed, because a hub snapshot consists of them. They may lead to a device.
+    A missing file passes. Links are followed, because a hub snapshot consists of them. They may lead to a device.
     """
     try:
         status = path.stat()
@@ -55,6 +55,7 @@ def require_small_file(path: Path) -> None:
         raise CheckpointError(f"{path} is no regular file; remove it, or fetch the model again")
     if status.st_size > _MAX_SMALL_FILE:
         raise CheckpointError(f"{path} has {size(status.st_size)}, too many for such a file; fetch the model again")
+    refuse_lfs_pointer(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return [folder / name for name in sorted(set(read_index(folder / INDEX).values()))]
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # a link may lead nowhere
+    files = sorted(file for file in folder.glob("[!.]*.safetensors") if file.is_file())  # a link may lead nowhere
     if len(files) == 1:
         return files
     if files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,14 @@ class GenerationSettings:
 
     path: the file that says it; None without a folder.
     applied, ignored: settings by name, those of `ignored` by the user's wish.
+    eos_ids: tokens that end an answer; a tokenizer may name others.
     top_p: what `generate` takes for a sampled request that says none.
     """
 
     path: Path | None = None
     applied: Mapping[str, Any] = field(default_factory=dict)
     ignored: Mapping[str, Any] = field(default_factory=dict)
+    eos_ids: Collection[int] = ()
     top_p: float = 1.0
 
 
@@ -126,7 +128,7 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
         if value is not None and name not in _HARMLESS and value not in _MATTERING.get(name, ())
     }
     if choice == "ignore":
-        return GenerationSettings(path, ignored=found)
+        return GenerationSettings(path, ignored=found, eos_ids=configured_eos_ids(folder))
     for name, value in found.items():
         if name not in ALWAYS and name not in SAMPLED:
             verb = "supported" if name in REFUSED else "known here"
@@ -137,4 +139,24 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
     top_p = 1.0 if content.get("top_p") is None else content["top_p"]
     if not isinstance(top_p, (int, float)):
         raise CheckpointError(f"{path} sets top_p to {repr(top_p)[:80]}, which is no number")
-    return GenerationSettings(path, applied=found, top_p=float(top_p))
+    return GenerationSettings(path, applied=found, eos_ids=configured_eos_ids(folder), top_p=float(top_p))
+
+
+def configured_eos_ids(folder: Path) -> set[int]:
+    """Return every `eos_token_id` (an id or a list of them) of the generation and the model configuration."""
+    ids: set[int] = set()
+    for name in (GENERATION_CONFIG, CONFIG):
+        if not (folder / name).is_file():
+            continue
+        config = read_json(folder / name)
+        # A multimodal checkpoint has its language model's settings one level down.
+        text_config = config.get("text_config") or {}
+        if not isinstance(text_config, dict):
+            raise CheckpointError(f"{folder / name} has a text_config that is no JSON object")
+        for section in (config, text_config):
+            value = section.get("eos_token_id")
+            listed = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(token_id, int) for token_id in listed):
+                raise CheckpointError(f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids")
+            ids.update(listed)
+    return ids

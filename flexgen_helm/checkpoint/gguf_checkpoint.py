@@ -43,12 +43,18 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
+        name, kind = str(header.metadata.get("general.architecture")), header.metadata.get("general.type", "model")
+        if kind != "model":
+            raise UnsupportedArchitectureError(
+                f"{path} is no language model but of the kind {kind!r} ({name}); name the model's own file, into which "
+                f"an adapter must be merged first (llama-export-lora)"
+            )
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
             if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
                 raise CheckpointError(f"{tensor.file.path} ends {missing} bytes before the end of tensor {tensor.name}")
             _require_known_type(tensor)
-        architecture = architecture_of_gguf(str(header.metadata.get("general.architecture")))
+        architecture = architecture_of_gguf(name)
         factor_names = _ROPE_FACTORS.get(architecture.name, ())
         factors = next((tensors[name] for name in factor_names if name in tensors), None)
         metadata = {

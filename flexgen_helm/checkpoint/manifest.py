@@ -46,7 +46,7 @@ def conversion_of(folder: Path) -> Path | None:
     Raises `CheckpointError` if the folder's files differ from those that were converted.
     """
     conversion = folder_conversion(folder)
-    if not folder.is_dir() or not is_conversion(conversion) or any(folder.glob("*.safetensors")):
+    if not folder.is_dir() or not is_conversion(conversion) or any(folder.glob("[!.]*.safetensors")):
         return None
     if changed := Manifest.read(conversion).changed_source(folder):
         raise CheckpointError(

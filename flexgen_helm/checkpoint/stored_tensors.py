@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,10 @@ def match_tensors(
     return matched
 
 
+# What compiling and training in parallel put into names.
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module|_(?:forward|fsdp_wrapped|checkpoint_wrapped)_module)\.")
+
+
 def described_by(path: Path) -> str:
     """Return where a model gives its sizes, for messages."""
     return "metadata" if path.suffix == ".gguf" else "config.json"
@@ -149,6 +154,7 @@ def described_by(path: Path) -> str:
 
 def missing_tensor_error(path: Path, name: str, stored: Iterable[str]) -> CheckpointError:
     """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model has left."""
-    wrapped = next((stored_name for stored_name in stored if stored_name.endswith(f".{name}")), None)
-    hint = f"; it has {wrapped}: save the model again without '{wrapped.removesuffix(name)}'" if wrapped else ""
+    wrapped = next((key for key in stored if f".{_WRAPPERS.sub('', key)}".endswith(f".{name}")), None)
+    part = (_WRAPPERS.findall(wrapped) or [wrapped.removesuffix(name)])[0] if wrapped else ""
+    hint = f"; it has {wrapped}: save the model again without '{part}'" if wrapped else ""
     return CheckpointError(f"{path} lacks the tensor {name}, which its {described_by(path)} asks for{hint}")

@@ -23,6 +23,8 @@ from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.service import process
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. argv: None for the arguments of the process"""
@@ -67,10 +69,22 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             say(f"flexgen-helm: {error.filename} is too long for the name of a file; give a shorter one")
             return 2
+        if isinstance(error, OSError) and error.errno in _FULL and not error.filename and _stdout_fails():
+            error.filename = "stdout"
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         is_known = isinstance(error, OSError) and error.filename
         say(f"flexgen-helm: {explain(error)}" if is_known else f"flexgen-helm: unexpected {explain(error)}{hint}")
         return 1
+
+
+def _stdout_fails() -> bool:
+    """Whether nothing more can be printed, not even a newline; what is left is dropped then."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        return True
+    return False
 
 
 @contextmanager

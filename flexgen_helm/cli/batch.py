@@ -9,8 +9,9 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,7 @@ from flexgen_helm.cli.console import read_input, say, write_json
 from flexgen_helm.cli.engine_flags import check_engine_flags, complete_model
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
-from flexgen_helm.files import count, read_object
+from flexgen_helm.files import append, count, read_object
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     Asked,
@@ -32,6 +33,7 @@ from flexgen_helm.harnesses.openai_formats import (
     to_body,
     to_requests,
 )
+from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.service import process
@@ -107,27 +109,16 @@ def batch(
         reader, service = ModelReader("batch"), Service(EngineLoader())
         head = {"created": created, "model": name}
         answered = _answers(parsed, arguments, reader, service, head, None if model else name)
-    try:
-        with _opened(partial) as output, closing(answered):
-            num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
-    except BaseException:
-        if partial.is_file() and not partial.stat().st_size:  # it stays where a line is finished
-            partial.unlink()
-        raise
-    partial.replace(out)
+    with sole_writer(partial, "-o") as output, closing(answered):
+        output.truncate(0)
+        num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
+        partial.replace(out)
     if name is not None:
         _write_record(out, arguments, reader, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
         raise typer.Exit(1)
-
-
-def _opened(partial: Path) -> TextIO:
-    try:
-        return open(partial, "w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o: {partial} cannot be written: {error.strerror}") from error
 
 
 # Reading
@@ -249,7 +240,7 @@ def recorded_lines(out: Path, requests: Path) -> Recorded:
     return Recorded(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)
 
 
-def _write(output: TextIO, line: _Line, status: int, body: Json) -> bool:
+def _write(output: FileIO, line: _Line, status: int, body: Json) -> bool:
     """Append a line; return whether it is an error."""
     answer = {
         "id": f"{_ID}{line.identity}",
@@ -257,6 +248,5 @@ def _write(output: TextIO, line: _Line, status: int, body: Json) -> bool:
         "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
         "error": None,
     }
-    output.write(json.dumps(answer, allow_nan=False) + "\n")
-    output.flush()
+    append(output, json.dumps(answer, allow_nan=False) + "\n")
     return status != 200

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from flexgen_helm.cli.console import read_input, say
 from flexgen_helm.cli.engine_flags import ModelName, load_engine
 from flexgen_helm.config import EngineOptions
-from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.files import count, question, replace_text
+from flexgen_helm.errors import RequestError
+from flexgen_helm.files import append, count, question, replace_text
+from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import GenerationRequest, GenerationResult
 
@@ -53,7 +55,9 @@ def generate(
     """
     content = read_input("--prompts", prompts).split(b"\n")
     requests = {number: parse_line(line) for number, line in enumerate(content, start=1) if line.strip()}
-    with _Output(out) as output, load_engine(model, engine) as loaded:
+    partial = nullcontext() if out is None else sole_writer(out.with_name(out.name + ".partial"), "--out")
+    with partial as file, load_engine(model, engine) as loaded:
+        output = _Output(out, file)
         settings = loaded.fingerprint
         if loaded.chat is not None:
             settings += f"{loaded.chat.applied}{loaded.chat.identity}"
@@ -120,21 +124,20 @@ class _Output:
     With --out, each finished line is appended to FILE.partial at once; `finish` writes FILE as a whole.
     """
 
-    def __init__(self, out: Path | None) -> None:
+    def __init__(self, out: Path | None, partial: FileIO | None) -> None:
         self.failed = 0
         self.lines: dict[int, str] = {}
-        self._out = out
+        self._out, self._partial = out, partial
         self._keys: Mapping[int, str] = {}
-        self._partial: TextIO | None = None
 
     def resume(self, keys: Mapping[int, str]) -> None:
         """Take over the lines without errors that an interrupted call left in FILE.partial; keys: of all lines."""
         self._keys = keys
         if self._partial is None:
             return
-        content = Path(self._partial.name).read_text(encoding="utf-8", errors="replace")
+        content = Path(str(self._partial.name)).read_text(encoding="utf-8", errors="replace")
         if content and not content.endswith("\n"):  # the last line of a killed process may be cut
-            self._partial.write("\n")
+            append(self._partial, "\n")
         for text in content.splitlines():
             with suppress(ValueError, TypeError, AttributeError, KeyError):
                 line = json.loads(text)
@@ -157,8 +160,8 @@ class _Output:
         self.failed += result.error is not None
         self.lines[number] = json.dumps(line, allow_nan=False) + "\n"
         if self._partial is not None:
-            self._partial.write(json.dumps({"line": number, "key": self._keys[number], **line}, allow_nan=False) + "\n")
-            self._partial.flush()
+            keyed = {"line": number, "key": self._keys[number], **line}
+            append(self._partial, json.dumps(keyed, allow_nan=False) + "\n")
 
     def finish(self) -> None:
         """Write all lines to where the user said."""
@@ -167,20 +170,4 @@ class _Output:
             print(text, end="", flush=True)
         else:
             replace_text(self._out, text)
-            self._partial.truncate(0)
-
-    def __enter__(self) -> _Output:
-        if self._out is not None:
-            path = self._out.with_name(self._out.name + ".partial")
-            try:
-                self._partial = open(path, "a", encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
-        return self
-
-    def __exit__(self, kind: object, error: object, at: object) -> None:
-        if self._partial is not None:
-            self._partial.close()
-            path = Path(self._partial.name)
-            if not path.stat().st_size:  # finished, or refused before the first line
-                path.unlink()
+            self._partial.truncate(0)  # so that it is deleted

@@ -95,7 +95,7 @@ class Engine:
         self._options, self._device = options, device
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
         self.prefix_cost = prefix_cost(self.config, device.type)
-        eos_ids = model.tokenizer.eos_ids if model.tokenizer else frozenset[int]()
+        eos_ids = model.tokenizer.eos_ids if model.tokenizer else generation.eos_ids
         processors = None
         if generation.applied:
             processors = LogitsProcessors(generation, eos_ids, self.config.vocab_size, device)

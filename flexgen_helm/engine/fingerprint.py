@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
@@ -77,8 +78,9 @@ def what_decides_bits(options: EngineConfig) -> tuple[str, ...]:
 
 
 def _texts(generation: GenerationSettings) -> tuple[str, ...]:
-    """Return what settings add to a digest: nothing where none are applied."""
-    return (json.dumps(generation.applied, sort_keys=True),) if generation.applied else ()
+    """Return what settings add to a digest, of which `config.json` is a part already; often nothing."""
+    ends = sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
+    return (json.dumps([generation.applied, ends], sort_keys=True),) if generation.applied or ends else ()
 
 
 def _digest(

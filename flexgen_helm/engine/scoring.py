@@ -119,7 +119,7 @@ def _encode_chat(messages: Any, endings: abc.Sequence[str], chat: ChatFormat | N
     if chat is None:
         raise RequestError("this model has no chat template; send a text instead of messages")
     rendered = chat.render_messages(messages)
-    return chat.encode_batch([rendered + ending for ending in endings])
+    return chat.tokenizer.encode_batch([rendered + ending for ending in endings])
 
 
 def _ids(what: str, ids: Any) -> list[int]:

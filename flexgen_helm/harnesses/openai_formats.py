@@ -191,15 +191,16 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
         raise ApiError(f"url is {_short(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
     if not isinstance(body, dict):
         raise ApiError(f"body is {_short(body)}; it must be an object", "body")
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {name: value for name, value in body.items() if value is not None and not _is_one(value, _NONE.get(name))}
+    if body.get("max_tokens") == -1:
+        given["max_tokens"] = None  # left out, it is 16 for a completion
     streaming = () if may_stream else ("stream", "stream_options")
     known = [name for name in kind.model_fields if name not in streaming]
     for name in [name for name in given if name not in known]:
         if name not in _NEUTRAL:
             meant = question(name, known)
             raise ApiError(f"{_short(name)} is not supported by {url}; {meant}known are {', '.join(known)}", name[:60])
-        value = given.pop(name)
-        if not any(value == neutral and type(value) is not bool or value is neutral for neutral in _NEUTRAL[name]):
+        if not _is_one(value := given.pop(name), _NEUTRAL[name]):
             raise ApiError(f"{name} is {_short(value)}, which is not supported; leave it out", name)
     if kind is AskedChat:
         given["messages"] = _messages(given.get("messages"))
@@ -403,19 +404,35 @@ def _short(value: Any) -> str:
     return repr(value)[:60].encode("ascii", "backslashreplace").decode()
 
 
+_Values = Mapping[str, tuple[Any, ...]]
+# By which clients leave a field out.
+_NONE: _Values = {"seed": (-1,), "max_tokens": (-1,), "max_completion_tokens": (-1,), "logprobs": (False,)}
 # What changes nothing at these values, and is refused at others.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False,),  # in a batch
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
+_NEUTRAL: _Values = {
+    **dict.fromkeys(("stream", "store", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "suffix": ("",),
     "top_k": (-1, 0),
-    "min_p": (0,),
-    "tools": ([],),
+    "parallel_tool_calls": (True, False),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
     "response_format": ({"type": "text"},),
 }
+# Keys of messages: answers are sent back with all that they came with.
+_NEUTRAL_KEYS: _Values = {
+    **dict.fromkeys(("annotations", "tool_calls"), ([],)),
+    **dict.fromkeys(("refusal", "reasoning", "reasoning_content"), ("",)),
+    "type": ("text", "message"),
+}
+
+
+def _is_one(value: Any, values: tuple[Any, ...] | None) -> bool:
+    """Whether these JSON values have this one: 0 is no false."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ())
 
 
 def _messages(messages: Any) -> list[Json]:
@@ -425,7 +442,11 @@ def _messages(messages: Any) -> list[Json]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ApiError(f"messages.{index} is {_short(message)}; it must be an object", "messages")
-        message = {name: value for name, value in message.items() if value is not None}
+        message = {
+            name: value
+            for name, value in message.items()
+            if value is not None and not _is_one(value, _NEUTRAL_KEYS.get(name))
+        }
         if unknown := sorted(set(message) - {"role", "content", "name"}):
             raise ApiError(f"messages.{index} has {_short(unknown[0])}, which is not supported", "messages")
         if "content" not in message:

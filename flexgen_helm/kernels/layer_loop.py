@@ -18,15 +18,26 @@ from flexgen_helm.kernels.emit import Loop, done, floats, integers, njit, operan
 
 SILU, GELU_TANH, ADD = range(3)
 _ONE = np.float32(1)
+_SUMMED_AT_ONCE = 512
 
 
 # The compiler may add squares in any order, which is the same one for all rows of a width.
 @numba.njit(error_model="numpy", fastmath={"reassoc", "contract"})
-def _sum_of_squares(x: Any, width: Any) -> Any:
+def _squares_of_block(x: Any, width: Any) -> Any:
     total = np.float32(0)
     for i in range(width):
         total += x[i] * x[i]
     return total
+
+
+@njit
+def _sum_of_squares(address: Any, width: Any) -> Any:
+    """Add up blocks in 64 bits: one element may outweigh all others together."""
+    total = np.float64(0)
+    for first in range(0, width, _SUMMED_AT_ONCE):
+        count = min(_SUMMED_AT_ONCE, width - first)
+        total += _squares_of_block(floats(address + 4 * first, count), count)
+    return np.float32(total)
 
 
 @Loop
@@ -39,8 +50,9 @@ def norm_rows(address: Any) -> None:
     source, row_bytes, target, weights, count, width, numbers = operands(address, 7)
     constants, weight = floats(numbers, 2), floats(weights, width)
     for number in range(count * part // parts, count * (part + 1) // parts):
-        x, y = floats(source + number * row_bytes, width), floats(target + number * width * 4, width)
-        scale = _ONE / np.sqrt(_sum_of_squares(x, width) / np.float32(width) + constants[0])
+        row = source + number * row_bytes
+        x, y = floats(row, width), floats(target + number * width * 4, width)
+        scale = _ONE / np.sqrt(_sum_of_squares(row, width) / np.float32(width) + constants[0])
         for i in range(width):
             y[i] = x[i] * scale * (weight[i] + constants[1])
     done(address, part)

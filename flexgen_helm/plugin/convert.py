@@ -124,8 +124,9 @@ def to_generation_request(
     is_clippable = may_be_rendered(request)
     # A full window of running text (the later windows of language modelling) has no room for BOS and starts in the
     # middle of a document anyway.
-    has_room = len(prompt_ids) + (1 if is_clippable else request.max_tokens) < window
-    context = encoder.context_tokens(prompt_ids) if has_room and not isinstance(request, TokenRequest) else ()
+    context = () if isinstance(request, TokenRequest) else encoder.context_tokens(prompt_ids)
+    if len(context + prompt_ids) + (1 if is_clippable else request.max_tokens) > window:
+        context = ()
     max_tokens, room = request.max_tokens, window - len(context + prompt_ids)
     if is_clippable and 0 < room < max_tokens:
         max_tokens = room

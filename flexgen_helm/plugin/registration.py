@@ -103,7 +103,7 @@ def prefix_token(tokenizer: Tokenizer) -> str | None:
     Chat tunes rename BOS and EOS to their turn marks. Where the vocabulary still has the base model's document
     separator, documents began with it in training.
     """
-    if tokenizer.adds_bos:
+    if tokenizer.bos_id in tokenizer.prefix:
         return tokenizer.bos_text
     if len(tokenizer.encode(END_OF_TEXT, add_special_tokens=False)) == 1:
         return END_OF_TEXT

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import index
 
-from flexgen_helm.errors import RequestError
+from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, PREFILL_LANES, SchedulerLimits
 from flexgen_helm.planner.policy import Schedule, Workload
@@ -44,25 +44,25 @@ def prepare(
     chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
     """
     refused: dict[int, Exception] = {}
-    plain: dict[int, str] = {}
-    rendered: dict[int, str] = {}
+    texts: dict[int, str] = {}
+    rendered: set[int] = set()
     for number, request in enumerate(requests):
         try:
             _require_texts(request, tokenizer, chat)
             if chat is not None and (text := chat.render(request)) is not None:
-                rendered[number] = text
+                texts[number] = text
+                rendered.add(number)
             elif request.prompt is not None:
-                plain[number] = request.prompt
+                texts[number] = request.prompt
         except RequestError as error:
             refused[number] = error
-    encoded = _encode(plain, tokenizer.encode_batch) if tokenizer else {}
-    encoded |= _encode(rendered, chat.encode_batch) if chat else {}
+    encoded = _encode(texts, tokenizer) if tokenizer else {}
     distinct: dict[tuple[object, ...], Request] = {}
     for number, request in enumerate(requests):
         if number in refused:
             continue
         if chat is not None and number in rendered:
-            request = replace(request, thinking=chat.thinking(rendered[number]))
+            request = replace(request, thinking=chat.thinking(texts[number]))
         try:
             prepared = _prepare_one(request, encoded.get(number, request.prompt_token_ids), tokenizer)
             _check(prepared, config, schedule)
@@ -259,18 +259,16 @@ def _prepare_one(
     return prepared
 
 
-def _encode(
-    texts: Mapping[int, str], encode_batch: Callable[[list[str]], list[list[int]]]
-) -> dict[int, list[int] | RequestError]:
+def _encode(texts: Mapping[int, str], tokenizer: Tokenizer) -> dict[int, list[int] | RequestError]:
     """Return the token ids of the text at every index, or why it has none (text that is not valid Unicode)."""
     encoded: dict[int, list[int] | RequestError] = {}
     try:
-        encoded.update(zip(texts, encode_batch([*texts.values()]) if texts else ()))
+        encoded.update(zip(texts, tokenizer.encode_batch([*texts.values()]) if texts else ()))
     except RequestError as error:
         if len(texts) == 1:
             return dict.fromkeys(texts, error)
         for number, text in texts.items():
-            encoded |= _encode({number: text}, encode_batch)
+            encoded |= _encode({number: text}, tokenizer)
     return encoded
 
 
@@ -291,7 +289,7 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
         )
     # The last token is never fed, so a prompt may be scored one token beyond the window.
     if len(tokens) + max_tokens > config.max_positions + 1:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}, together beyond the model's window "
             f"of {config.max_positions} tokens{config.context_end}; shorten the prompt or lower max_tokens"
         )

@@ -16,7 +16,7 @@ from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_g
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import PROMPT_OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.tokenizer.chat import ChatFormat, chat_format, missing_bos
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -141,8 +141,8 @@ class PromptEncoder:
         return tuple(self._encode(text))
 
     def context_tokens(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return BOS if the model was trained with one and a prompt with these ids has none, else nothing."""
-        return missing_bos(self.tokenizer, ids)
+        """Return what a prompt with these ids lacks in front, such as BOS."""
+        return self.tokenizer.missing_prefix(ids)
 
 
 class ModelReader:

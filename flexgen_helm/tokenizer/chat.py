@@ -100,11 +100,6 @@ class ChatFormat:
         ending = self._ending if self._ending and text.endswith(self._ending) else text
         return replace(known, begins_inside=ending.rfind(known.marks.begin) > ending.rfind(known.marks.end))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each rendered text, with BOS once if the tokenizer adds one."""
-        batch = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [[*missing_bos(self.tokenizer, ids), *ids] for ids in batch]
-
     def describe(self, model: str) -> str:
         """Return the decision as a sentence without its full stop; model: the name in it."""
         if self.applied:
@@ -234,9 +229,3 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
             ways += [] if options.system_prompt is None else ["leave the system prompt out"]
             raise UsageError(f"the chat template of {model} cannot be used: {error}; {' or '.join(ways)}") from error
     return decided
-
-
-def missing_bos(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return BOS if the tokenizer adds one to plain text and a text with these ids has none, else nothing."""
-    bos = tokenizer.bos_id
-    return (bos,) if tokenizer.adds_bos and bos is not None and tuple(ids[:1]) != (bos,) else ()

@@ -34,11 +34,13 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
     Keys.Tokenizer.SCORES: list,
     **dict.fromkeys(_IDS, int),
-    **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_EOS, Keys.Tokenizer.ADD_PREFIX), bool),
+    **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
-# Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other forms of the tokenizer.
+# Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other forms of the tokenizer,
+# and EOS behind a text, which no answer may follow.
 IRRELEVANT = (
     "tokenizer.chat_templates",
+    "tokenizer.ggml.add_eos_token",
     "tokenizer.ggml.cls_token_id",
     "tokenizer.ggml.fim_mid_token_id",
     "tokenizer.ggml.fim_pre_token_id",
@@ -122,7 +124,12 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
 
     try:
         backend = _MODELS[model](metadata, tokens)
-        _add_bos_and_eos(backend, metadata, model, tokens)
+        # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
+        if metadata.get(Keys.Tokenizer.ADD_BOS, model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS):
+            bos = metadata[Keys.Tokenizer.BOS_ID]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+            )
     except FlexgenError:
         raise
     except KeyError as error:
@@ -155,23 +162,6 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         "eos_ids": ends,
         "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     }
-
-
-def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, tokens: list[str]) -> None:
-    # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
-    bos_by_default = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
-    adds_bos, adds_eos = metadata.get(Keys.Tokenizer.ADD_BOS, bos_by_default), metadata.get(Keys.Tokenizer.ADD_EOS)
-    bos = metadata[Keys.Tokenizer.BOS_ID] if adds_bos else None
-    eos = metadata[Keys.Tokenizer.EOS_ID] if adds_eos else None
-    if bos is None and eos is None:
-        return
-    before = [] if bos is None else [tokens[bos]]
-    after = [] if eos is None else [tokens[eos]]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B:1", *after],
-        special_tokens=[(tokens[i], i) for i in {bos, eos} if i is not None],
-    )
 
 
 # ---- byte-level BPE ("gpt2") ----

@@ -8,6 +8,7 @@ The chat template may write `<think>` at the end of the prompt; then the complet
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -36,6 +37,8 @@ WRAPPERS = (
     ("<answer>", "</answer>"),
     ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
+# What gpt-oss may write before the last part of its end: a format of the answer. It has at most so many bytes.
+_FORMAT, _FORMAT_BYTES = rb"(?:\s[^<]{0,32})?(?:<\|constrain\|>[^<]{0,32})?", 80
 
 
 class ThinkingTracker:
@@ -45,10 +48,11 @@ class ThinkingTracker:
     While a completion may still become `<think>` they wait.
     """
 
-    __slots__ = ("_at", "_begin", "_end", "_opening", "_stage", "num_thinking_tokens")
+    __slots__ = ("_at", "_begin", "_end", "_opening", "_reach", "_stage", "num_thinking_tokens")
 
     def __init__(self, thinking: ThinkingFormat) -> None:
-        self._begin, self._end, self._opening, _ = (mark.encode() for mark in thinking.marks)
+        self._begin, end, self._opening, _ = (mark.encode() for mark in thinking.marks)
+        self._end, self._reach = _pattern(end), len(end) + _FORMAT_BYTES
         self._stage: Literal["undecided", "thinking", "after", "answer"]
         self._stage = "thinking" if thinking.begins_inside else "undecided"
         self._at = 0  # from where on to search, and in the end where the answer begins
@@ -73,10 +77,10 @@ class ThinkingTracker:
             elif not self._begin.startswith(text):
                 self._stage = "answer"
         if self._stage == "thinking":
-            end = data.find(self._end, self._at)
+            end = self._end.search(data, self._at)
             # A later search finds an end that is cut in two now.
-            self._at = max(self._at, len(data) - len(self._end) + 1) if end < 0 else end + len(self._end)
-            if end >= 0:
+            self._at = end.end() if end else max(self._at, len(data) - self._reach)
+            if end:
                 self._stage = "after"
         if self._stage == "after":
             text = bytes(data[self._at :]).lstrip()
@@ -103,15 +107,12 @@ def split_thinking(completion: Completion, thinking: ThinkingFormat) -> tuple[st
     data = b"".join(pieces)
     text = data.lstrip()
     start = len(data) - len(text) + len(begin) if text.startswith(begin) else 0
-    before, is_ended, answer = data.partition(end)
-    thought = None
-    if is_ended:
-        thought = _text(before[start:]).removeprefix("\n").removesuffix("\n")
-        answer = answer.lstrip(b"\n")
+    thought, answer = None, data
+    if ended := _pattern(end).search(data):
+        thought = _text(data[start : ended.start()]).removeprefix("\n").removesuffix("\n")
+        answer = data[ended.end() :].lstrip(b"\n")
     elif thinking.begins_inside or start:
-        thought = _text(data[start:]).removeprefix("\n")
-    else:
-        answer = data
+        thought, answer = _text(data[start:]).removeprefix("\n"), b""
     if opening and answer.lstrip().startswith(opening):
         answer = answer.lstrip().removeprefix(opening).lstrip(b"\n")
     first = len(data) - len(answer)
@@ -135,7 +136,14 @@ def split_thinking(completion: Completion, thinking: ThinkingFormat) -> tuple[st
 
 def is_unfinished(completion: Completion, thinking: ThinkingFormat) -> bool:
     """Whether a completion ended while the model was still thinking."""
-    return split_thinking(completion, thinking)[0] is not None and thinking.marks.end not in completion.text
+    is_ended = _pattern(thinking.marks.end.encode()).search(completion.text.encode())
+    return not is_ended and split_thinking(completion, thinking)[0] is not None
+
+
+def _pattern(end: bytes) -> re.Pattern[bytes]:
+    """Return what ends thinking: <|channel|>final<|message|> as <|channel|>final <|constrain|>json<|message|> too."""
+    head, bar, tail = end.partition(b"<|message|>")
+    return re.compile(re.escape(head) + _FORMAT * bool(bar) + re.escape(bar + tail))
 
 
 def _text(data: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
 _HELM_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
+_DECODERS = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")  # what joins tokens to text, without Replace
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -44,19 +45,20 @@ def byte_alphabet() -> dict[str, int]:
 def token_byte_table(backend: Backend) -> list[bytes]:
     """Return the bytes of every token, indexed by id; ids that the vocabulary skips are empty.
 
-    Raises `UnsupportedArchitectureError` for a vocabulary that is neither byte-level nor sentencepiece-like,
-    because its tokens do not determine bytes (WordPiece, for one, leaves spaces out).
+    Raises `UnsupportedArchitectureError` as `vocabulary_kind` does.
     """
-    byte_level = is_byte_level(backend)
+    kind = vocabulary_kind(backend)
     alphabet = byte_alphabet()
     added = backend.get_added_tokens_decoder()
+    pieces = backend.get_vocab(with_added_tokens=False)
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (1 + max(vocab.values(), default=-1))
     for piece, token_id in vocab.items():
-        if token_id in added and (byte_level or added[token_id].special):
-            table[token_id] = piece.encode("utf-8")
-        elif not byte_level:
-            byte = _BYTE_PIECE.fullmatch(piece)
+        token = added.get(token_id)
+        if token and (kind == "byte-level" or token.special or not (token.normalized or piece in pieces)):
+            table[token_id] = piece.encode("utf-8")  # it is found in a text as it is written
+        elif kind != "byte-level":
+            byte = _BYTE_PIECE.fullmatch(piece) if kind == "byte fallback" else None
             table[token_id] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode("utf-8")
         elif all(char in alphabet for char in piece):
             table[token_id] = bytes(alphabet[char] for char in piece)
@@ -65,20 +67,26 @@ def token_byte_table(backend: Backend) -> list[bytes]:
     return table
 
 
-def is_byte_level(backend: Backend) -> bool:
-    """Return True for byte-level BPE, False for a sentencepiece-like vocabulary; others raise as above."""
+def vocabulary_kind(backend: Backend) -> Literal["byte-level", "sentencepiece", "byte fallback"]:
+    """Return how tokens determine bytes; byte fallback is sentencepiece with tokens such as <0x0A>.
+
+    Raises `UnsupportedArchitectureError` where they do not: WordPiece, for one, leaves spaces out.
+    """
     state = json.loads(backend.to_str())
-    decoder_steps = list(_flatten(state.get("decoder")))
-    steps = decoder_steps or list(_flatten(state.get("pre_tokenizer")))
+    model, decoder = state["model"], list(_flatten(state["decoder"]))
+    steps = decoder or list(_flatten(state["pre_tokenizer"]))
     kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds:
-        return True
-    unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}}
-    if kinds & {"Metaspace", "ByteFallback"} or any(unmark.items() <= step.items() for step in decoder_steps):
-        return False
+    unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    marks = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    marks += [step["type"] for step in decoder if step != unmark and step["type"] not in _DECODERS]
+    marks += [repr(step["replacement"]) for step in steps if step.get("replacement", SPACE_MARK) != SPACE_MARK]
+    if not marks and "ByteLevel" in kinds:
+        return "byte-level"
+    if not marks and (kinds & {"Metaspace", "ByteFallback"} or unmark in decoder):
+        return "byte fallback" if model.get("byte_fallback") or "ByteFallback" in kinds else "sentencepiece"
     raise UnsupportedArchitectureError(
-        f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; known are byte-level BPE (ByteLevel) "
-        "and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
+        f"the tokenizer decodes with {', '.join(marks or sorted(kinds)) or 'nothing'}; known are byte-level BPE "
+        "(ByteLevel) and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
     )
 
 

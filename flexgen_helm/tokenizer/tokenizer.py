@@ -18,14 +18,14 @@ from flexgen_helm.checkpoint.folder import (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_FILES,
-    read_json,
     require_small_file,
     tokenizer_folder,
 )
+from flexgen_helm.checkpoint.generation_config import configured_eos_ids
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
+from flexgen_helm.tokenizer.token_bytes import helm_text, token_byte_table, vocabulary_kind
 
 _in_use: WeakValueDictionary[tuple[SourceFile, ...], Tokenizer] = WeakValueDictionary()
 _lock = threading.RLock()
@@ -36,9 +36,9 @@ class Tokenizer:
 
     vocab_size: all ids are below it; a model's embedding may have more rows.
     bos_id, bos_text: the token that begins a text, None if the tokenizer has none.
+    prefix: ids that the tokenizer puts in front of a text, such as BOS; what it puts behind would end it: left out.
     eos_ids: every id that ends a completion, according to tokenizer and generation configuration.
     eos_text: the tokenizer's own end token, None if it has none.
-    adds_bos: whether encoding plain text puts `bos_id` in front.
     chat_template: the checkpoint's Jinja template, None if it has none.
     """
 
@@ -61,13 +61,17 @@ class Tokenizer:
         backend.no_truncation()  # tokenizer.json may switch on both, and a prompt must never be cut or padded unseen
         backend.no_padding()
         backend.encode_special_tokens = False  # the text of a special token inside a prompt is that token
-        is_byte_level(backend)  # raises for tokens that determine no bytes: here, not at the first completion
+        for name in ("dropout", "alpha", "nbest_size"):  # left by training, where they cut texts at random
+            if getattr(backend.model, name, None) is not None:
+                setattr(backend.model, name, None)
+        vocabulary_kind(backend)  # raises for tokens that determine no bytes: here, not at the first completion
         self._backend = backend
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         plain, default = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-        first = default[0] if default[:1] != plain[:1] else None
-        self.bos_id = first if bos_id is None else bos_id
-        self.adds_bos = first is not None and first == self.bos_id
+        #   default   [gMASK] <sop> a </s>      plain   a
+        begin = next(at for at in range(len(default), -1, -1) if default[at : at + len(plain)] == plain)
+        self.prefix = tuple(default[:begin])
+        self.bos_id = next(iter(self.prefix), None) if bos_id is None else bos_id
         self.bos_text = None if self.bos_id is None else backend.id_to_token(self.bos_id)
         self.eos_ids = frozenset(eos_ids) | (frozenset() if eos_id is None else {eos_id})
         self.eos_text = None if eos_id is None else backend.id_to_token(eos_id)
@@ -131,7 +135,7 @@ class Tokenizer:
             backend,
             bos_id=loaded.bos_token_id,
             eos_id=loaded.eos_token_id,
-            eos_ids=_configured_eos_ids(folder),
+            eos_ids=configured_eos_ids(folder),
             chat_template=template.get("default") if isinstance(template, dict) else template,
             special_tokens=loaded.special_tokens_map,
         )
@@ -150,12 +154,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of each text, in order, computed in parallel.
 
-        With `add_special_tokens` each text is encoded as the tokenizer does by default. A text that already begins
-        with the BOS text gets no second one: HELM's language-modelling adapter sends its prefix token as text.
-        Raises `RequestError` for a text that is not valid Unicode.
+        add_special_tokens: begin with `prefix` if the text does not. Raises `RequestError` for text that is no Unicode.
         """
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise RequestError(_why_not_text(texts)) from error
         except BaseException as error:
@@ -163,14 +165,15 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise RequestError(f"the tokenizer fails on a text of the request: {error}") from error
-        batch = [encoding.ids for encoding in encodings]
-        if add_special_tokens and self.adds_bos and self.bos_text is not None:
-            doubled = [self.bos_id, self.bos_id]
-            batch = [
-                ids[1:] if ids[:2] == doubled and text.startswith(self.bos_text) else ids
-                for text, ids in zip(texts, batch)
-            ]
-        return batch
+        batch = (encoding.ids for encoding in encodings)
+        return [[*self.missing_prefix(ids), *ids] if add_special_tokens else ids for ids in batch]
+
+    def missing_prefix(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return `prefix`, or nothing for a text with these ids that begins with its first token.
+
+        HELM's language-modelling adapter sends its prefix token as text, and chat templates write BOS.
+        """
+        return () if tuple(ids[:1]) == self.prefix[:1] else self.prefix
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -222,7 +225,7 @@ class Tokenizer:
         It is made of what was read, so that it does not matter which of a folder's files said it.
         """
         chat = [] if self.chat_template is None else [self.chat_template, self._special_tokens]
-        settings = [self.bos_id, self.adds_bos, sorted(self.eos_ids), self.eos_text, chat]
+        settings = [self.bos_id, self.prefix, sorted(self.eos_ids), self.eos_text, chat]
         text = json.dumps([self._backend.to_str(), *settings], sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -273,26 +276,6 @@ def _require_complete(folder: Path) -> None:
     for name, content in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {content}; fetch it again")
-
-
-def _configured_eos_ids(folder: Path) -> set[int]:
-    """Collect `eos_token_id` (an id or a list of them) from the generation and the model configuration."""
-    ids: set[int] = set()
-    for name in (GENERATION_CONFIG, CONFIG):
-        if not (folder / name).is_file():
-            continue
-        config = read_json(folder / name)
-        # A multimodal checkpoint has its language model's settings one level down.
-        text_config = config.get("text_config") or {}
-        if not isinstance(text_config, dict):
-            raise CheckpointError(f"{folder / name} has a text_config that is no JSON object")
-        for section in (config, text_config):
-            value = section.get("eos_token_id")
-            listed = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(token_id, int) for token_id in listed):
-                raise CheckpointError(f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids")
-            ids.update(listed)
-    return ids
 
 
 def _why_not_text(texts: Sequence[str]) -> str:

@@ -257,6 +257,22 @@ def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
     assert text.endswith(": general.sampling.penalty_repeat, repetition_penalty")
 
 
+@pytest.mark.parametrize(
+    ("arch", "keys", "named"),
+    [
+        ("llama", {"general.type": "adapter", "adapter.type": "lora"}, "no language model but of the kind 'adapter'"),
+        ("imatrix", {"general.type": "imatrix"}, "no language model but of the kind 'imatrix'"),
+        ("clip", {"general.type": "mmproj"}, "no language model but of the kind 'mmproj'"),
+        ("clip", {}, "architecture 'clip' is not supported"),
+        ("controlvector", {}, "architecture 'controlvector' is not supported"),
+    ],
+)
+def test_a_file_that_is_no_language_model_is_refused_by_its_kind(tmp_path, arch, keys, named):
+    path = write_gguf(tmp_path / "m.gguf", arch, keys, [("t", np.ones((4, 32), np.float32), Kind.F32)])
+    with pytest.raises(UnsupportedArchitectureError, match=named):
+        open_checkpoint(path)
+
+
 def test_unknown_architecture_and_foreign_files(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))

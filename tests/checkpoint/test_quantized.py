@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from flexgen_helm.cli import main
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import size
 from tests.helpers.model_folders import edit_config, edit_weights
-from tests.helpers.quantized_sets import FORMATS, fp8_by_block
+from tests.helpers.quantized_sets import FORMATS, _words, fp8_by_block, gptq
 from tests.helpers.tiny_models import llama_config, save_random
 
 OUT, IN = 64, 96
@@ -295,7 +296,237 @@ def test_a_tensor_that_is_plain_and_quantized_is_refused(plain, tmp_path):
         SafetensorsCheckpoint(tmp_path / "model")
 
 
+# ---- what config.json says of the stored tensors ----
+
+
+def gptq_set(bits: int, stored_zero: int, g_idx: list[int] | None = None) -> tuple[dict[str, torch.Tensor], Any]:
+    """A drawn set of three groups that stores one zero point, and its values where that means 2 ** (bits - 1)."""
+    parts, _ = gptq(np.random.default_rng(5), OUT, IN, bits)
+    half = 1 << (bits - 1)
+    parts["qzeros"] = _words(np.full((OUT, 3), stored_zero), bits).T.contiguous()
+    group = torch.arange(IN) // 32
+    if g_idx is not None:
+        parts["g_idx"] = torch.tensor(g_idx, dtype=torch.int32)
+    mask = (1 << bits) - 1
+    stream = [
+        sum((int(word) & 0xFFFFFFFF) << 32 * i for i, word in enumerate(column)) for column in parts["qweight"].t()
+    ]
+    codes = torch.tensor([[(number >> bits * i & mask) - half for i in range(IN)] for number in stream])
+    return {f"a.{name}": part for name, part in parts.items()}, codes * parts["scales"].float().t()[:, group]
+
+
+@pytest.mark.parametrize("fmt", ["gptq", "gptq_v2", None])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("less", [0, 1])
+def test_symmetric_gptq_has_its_zero_point_whichever_version_stored_it(tmp_path, fmt, bits, less):
+    stored, values = gptq_set(bits, (1 << (bits - 1)) - less)
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True, "desc_act": False}
+    config |= {("checkpoint_format", "format")[bits % 3 == 2]: fmt} if fmt else {}
+    assert torch.equal(read_whole(read_tensors(tmp_path / "w", stored, config)["a.weight"]), values)
+    follows = read_whole(read_tensors(tmp_path / "w", stored, config | {"sym": False})["a.weight"])
+    assert torch.equal(follows, values) == (less == (fmt != "gptq_v2")), "without sym the version decides"
+
+
+def test_zero_points_that_are_not_symmetric_are_refused_where_they_should_be(tmp_path):
+    parts, values = gptq(np.random.default_rng(5), OUT, IN)
+    stored = {f"a.{name}": part for name, part in parts.items()}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    with pytest.raises(CheckpointError, match=r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"):
+        read_whole(read_tensors(tmp_path / "w", stored, config)["a.weight"])
+    for honest in ({**config, "sym": False}, {**config, "dynamic": {"+:.*": {"sym": False}}}):
+        assert torch.equal(read_whole(read_tensors(tmp_path / "w", stored, honest)["a.weight"]), values)
+
+
+@pytest.mark.parametrize(
+    ("desc_act", "g_idx", "message"),
+    [
+        (False, [0] * IN, None),
+        (False, None, None),
+        (True, [0] * IN, "g_idx names 1 of 3 groups"),
+        (None, [0] * IN, "g_idx names 1 of 3 groups"),
+        (False, [0] * 48 + [2] * 48, "g_idx names 2 of 3 groups"),
+    ],
+)
+def test_a_g_idx_that_cannot_be_meant(tmp_path, desc_act, g_idx, message):
+    stored, values = gptq_set(4, 7, g_idx)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    tensors = read_tensors(tmp_path / "w", stored, config | ({} if desc_act is None else {"desc_act": desc_act}))
+    if message is None:
+        assert torch.equal(read_whole(tensors["a.weight"]), values)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        read_whole(tensors["a.weight"])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "part", "settings", "message"),
+    [
+        ("gptq-4-bits", "g_idx", {"desc_act": True}, "sorted inputs, but its g_idx is missing"),
+        ("int4-packed-act-order", "weight_g_idx", {"actorder": "group"}, "sorted inputs, but its g_idx is missing"),
+        ("int4-packed-act-order", "weight_g_idx", {"actorder": "static"}, None),
+        ("int4-packed-zero-points", "weight_zero_point", {"symmetric": False}, "weight_zero_point is missing"),
+        ("int8-zero-points", "weight_zero_point", {"symmetric": False}, "weight_zero_point is missing"),
+        ("int8-zero-points", "weight_zero_point", {"symmetric": True}, None),
+        ("gptq-4-bits", None, {"group_size": 48}, r"3 groups for 96 inputs, but config.json has group sizes \(48,\)"),
+        ("gptq-4-bits", None, {"dynamic": {"+:.*mlp.*": {"group_size": 40}}}, r"group sizes \(32, 40\)"),
+        ("gptq-4-bits", None, {"dynamic": {"-:.*mlp.*": {}, "+:.*": {"group_size": 64, "bits": 8}}}, None),
+    ],
+)
+def test_parts_that_config_json_asks_for(tmp_path, fmt, part, settings, message):
+    config, write = FORMATS[fmt]
+    stored = {
+        f"a.{name}": tensor for name, tensor in write(np.random.default_rng(0), OUT, IN)[0].items() if name != part
+    }
+    weights = config.get("config_groups", {}).get("group_0", {}).get("weights")
+    if weights is not None:
+        group = {"targets": ["Linear"], "weights": {**weights, **settings}}
+        config = {**config, "config_groups": {"group_0": group}}
+    else:
+        config = {**config, **settings}
+    if message is None:
+        assert set(read_tensors(tmp_path / "w", stored, config)) == {"a.weight"}
+        return
+    with pytest.raises(CheckpointError, match=message):
+        read_tensors(tmp_path / "w", stored, config)
+
+
+def test_int8_rows_of_bitsandbytes_that_are_permuted_are_refused(tmp_path):
+    config, write = FORMATS["bnb-int8"]
+    stored = {f"a.{name}": tensor for name, tensor in write(np.random.default_rng(0), OUT, IN)[0].items()}
+    stored["a.weight_format"] = torch.tensor(2, dtype=torch.uint8)  # col_turing
+    with pytest.raises(CheckpointError, match="a.weight_format: rows of int8 are permuted"):
+        read_tensors(tmp_path / "w", stored, config)
+
+
 # ---- configurations ----
+
+
+def _arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": bits,
+        "observer": "minmax", "observer_kwargs": {}, "strategy": strategy, "symmetric": True, "type": kind, **more,
+    }  # fmt: skip
+
+
+def _llm_compressor(fmt: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"input_activations": activations, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "config_groups": {"group_0": group}, "format": fmt, "global_compression_ratio": None, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+_TOKEN = _arguments(8, "float", "token", dynamic=True, observer=None)
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+_GPTQ = {"bits": 4, "group_size": 128, "quant_method": "gptq", "sym": True}
+_LOADING = {
+    "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": ["lm_head"],
+    "llm_int8_threshold": 6.0, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+}  # fmt: skip
+# Where published -> quantization_config.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "openai/gpt-oss-20b": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "deepseek-ai/DeepSeek-V3": _FP8,
+    "deepseek-ai/DeepSeek-V3.2": _FP8 | {"scale_fmt": "ue8m0"},
+    "Qwen/Qwen3-30B-A3B-FP8": _FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
+    "MiniMaxAI/MiniMax-M2": _FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate"]},
+    "mistralai/Ministral-3-3B": {
+        "activation_scheme": "static", "dequantize": False, "modules_to_not_convert": ["lm_head"],
+        "quant_method": "fp8", "weight_block_size": None,
+    },
+    "neuralmagic/Meta-Llama-3-8B-Instruct-FP8-KV": {
+        "activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static",
+        "quant_method": "fp8",
+    },
+    "meta-llama/Llama-3.1-405B-Instruct-FP8": {
+        "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"], "quant_method": "fbgemm_fp8",
+    },
+    "zai-org/GLM-4.5-FP8": _llm_compressor("float-quantized", _arguments(8, "float", "channel"), _TOKEN),
+    "moonshotai/Kimi-K2-Thinking": _llm_compressor("pack-quantized", _arguments(4, "int", "group", group_size=32)),
+    "an NVFP4 folder of llm-compressor": _llm_compressor(
+        "nvfp4-pack-quantized",
+        _arguments(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn", zp_dtype=None),
+        _arguments(4, "float", "tensor_group", group_size=16, dynamic="local"),
+    ) | {"transform_config": {}, "sparsity_config": {}, "version": "0.12.2"},
+    "an early folder of llm-compressor": _llm_compressor("int-quantized", _arguments(8, "int", "channel"))
+    | {"quantization_status": "frozen", "sparsity_config": {"format": "dense", "ignore": [], "targets": []}},
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": _GPTQ | {
+        "damp_percent": 0.01, "desc_act": False, "model_file_base_name": None, "model_name_or_path": None,
+        "static_groups": False, "true_sequential": True,
+    },
+    "TheBloke/Llama-2-7B-Chat-GPTQ": _GPTQ | {
+        "damp_percent": 0.01, "desc_act": True, "model_file_base_name": "model", "true_sequential": True,
+    },
+    "a folder of GPTQModel": _GPTQ | {
+        "checkpoint_format": "gptq", "desc_act": False, "dynamic": {"-:.*mlp.gate.*": {}, "+:.*": {"bits": 8}},
+        "format": "gptq", "lm_head": False, "meta": {"quantizer": ["gptqmodel:5.6.0"]}, "method": "gptq",
+        "pack_dtype": "int32", "pack_impl": "cpu",
+    },
+    "a GPTQ folder of auto-round": _GPTQ | {
+        "amp": True, "autoround_version": "0.5.1", "batch_size": 8, "block_name_to_quantize": "model.layers",
+        "damp_percent": 0.01, "data_type": "int", "desc_act": False, "enable_minmax_tuning": True, "iters": 200,
+        "enable_quanted_input": True, "gradient_accumulate_steps": 1, "low_gpu_mem_usage": True, "lr": 0.005,
+        "minmax_lr": 0.005, "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16", "seqlen": 2048,
+        "to_quant_block_names": None, "true_sequential": False,
+    },
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": {
+        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+        "zero_point": True,
+    },
+    "quant_config.json of AutoAWQ": {
+        "q_group_size": 128, "quant_method": "awq", "version": "GEMM", "w_bit": 4, "zero_point": True,
+    },
+    "unsloth/Llama-3.2-1B-Instruct-bnb-4bit": _LOADING | {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+        "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+    },
+    "without a method": _LOADING | {"load_in_8bit": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_and_an_unknown_key_is_refused(name):
+    config = PUBLISHED[name]
+    read = read_quantization({"quantization_config": config}, Path("config.json"))
+    assert read is not None
+    for neutral in (None, False, {}, []):
+        assert read_quantization({"quantization_config": config | {"new_key": neutral}}, Path("config.json")) == read
+    with pytest.raises(
+        CheckpointError, match=rf"{read.method} weights have settings that are not known here .new_key 2"
+    ):
+        read_quantization({"quantization_config": config | {"new_key": 2}}, Path("config.json"))
+
+
+def test_what_transformers_writes_is_read():
+    """Every key that its classes write, of the methods that are read here."""
+    from transformers.utils import quantization_config as classes
+
+    written = [
+        classes.GPTQConfig(bits=4, dataset="c4", tokenizer="t", desc_act=True, modules_in_block_to_quantize=None),
+        classes.AwqConfig(modules_to_not_convert=["lm_head"]),
+        classes.FineGrainedFP8Config(modules_to_not_convert=["lm_head"]),
+        classes.FbgemmFp8Config(modules_to_not_convert=["lm_head"]),
+        classes.Mxfp4Config(modules_to_not_convert=["lm_head"], dequantize=True),
+        classes.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+        classes.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"]),
+    ]
+    for config in written:
+        content = json.loads(json.dumps(config.to_dict(), default=str))
+        read = read_quantization({"quantization_config": content}, Path("config.json"))
+        assert read is not None and read.method in str(content["quant_method"])
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_mlx_folders_are_refused_by_name(both):
+    settings = {"group_size": 64, "bits": 4, "mode": "affine"}
+    content = {"quantization": settings, **({"quantization_config": settings} if both else {})}
+    with pytest.raises(
+        CheckpointError, match=r"unnamed method \(as in folders of MLX\) cannot be read .* use the original"
+    ):
+        read_quantization(content, Path("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -316,6 +547,23 @@ def test_a_tensor_that_is_plain_and_quantized_is_refused(plain, tmp_path):
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": []}}, "damaged"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"rotation": "x"}}}, "not known here .rotation"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"hi": 1}}}},
+            "not known here .hi 1",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"dynamic": True}}}},
+            "dynamic True",
+        ),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "not known here .rotation 'hadamard'"),
+        ({"quant_method": "gptq", "pack_dtype": "int16"}, "not known here .pack_dtype 'int16'"),
+        ({"quant_method": "gptq", "checkpoint_format": "gptq", "format": "gptq_v2"}, "format 'gptq and gptq_v2'"),
+        ({"quant_method": "gptq", "dynamic": {"+:a": {"adapter": {"rank": 8}}}}, "not known here .adapter"),
+        ({"quant_method": "awq", "checkpoint_format": "gemv_fast"}, "gemv_fast"),
+        ({"quant_method": "awq", "w_bit": 8}, "w_bit 8"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point False"),
+        ({"quant_method": "metal", "bits": 4}, "metal cannot be read .its layout is of Apple"),
     ],
 )
 def test_configurations_that_cannot_be_read_say_why(config, message):

@@ -12,10 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.folder import pickle_names, read_config
+from flexgen_helm.checkpoint.generation_config import read_generation_settings
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.opening import open_files
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from tests.helpers.model_folders import edit_config, edit_weights
 from tests.helpers.tiny_models import llama_config, save_random
@@ -120,6 +125,73 @@ def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(folder
             checkpoint.tensor("embed.tokens.weight")
         with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight contains .*too large for float16"):
             checkpoint.tensor("head.norm.weight")
+
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("most", "dtype", "factor", "lost"),
+    [
+        (FLOAT32, FLOAT32, 1e-7, True),
+        (FLOAT32, FLOAT32, 1e-25, True),  # whose squares float32 does not have
+        (FLOAT32, FLOAT32, 1e-2, False),
+        (FLOAT32, FLOAT32, 0.0, False),
+        (FLOAT16, BFLOAT16, 1e-7, True),
+        (FLOAT16, FLOAT32, 1e-7, True),
+        (FLOAT16, BFLOAT16, 1.0, False),
+        (BFLOAT16, FLOAT32, 1e-7, False),  # bfloat16 has the range of float32
+    ],
+)
+def test_a_matrix_that_would_vanish_in_float16_is_refused(folder, most, dtype, factor, lost):
+    """A slow formula says what is lost, and that the limit lies between the cases."""
+    name = "model.layers.1.self_attn.v_proj.weight"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key].to(most)
+        tensors[name] = (tensors[name].double() * factor).to(dtype)
+        tensors["model.norm.weight"] = torch.full((16,), 1e-9)  # vectors stay in float32
+
+    edit_weights(folder, change)
+    checkpoint = open_checkpoint(folder)
+    exact = load_file(folder / "model.safetensors")[name].double()
+    error = (exact - exact.to(checkpoint.storage_dtype).double()).norm() / exact.norm().clamp(min=1e-300)
+    assert (error > 0.1) == lost and (error < 2**-8) == (not lost)
+    if not lost:
+        checkpoint.verify()
+        return
+    with pytest.raises(
+        CheckpointError, match=r"v_proj.weight would lose .*% of its norm in float16; use a copy .*bfloat16"
+    ):
+        checkpoint.verify()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    + ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "m.gguf"],
+)
+def test_a_git_lfs_pointer_is_named(folder, name):
+    (folder / "tokenizer.json").write_text("{}")
+    if name in ("model-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        index = {"weight_map": {str(n): f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer .* `git lfs pull`"):
+        options = EngineConfig()
+        open_files(resolve(folder / name if name == "m.gguf" else folder), options)
+        read_generation_settings(folder, options.generation_config)
+
+
+def test_the_files_that_macos_puts_beside_others_are_no_weights(folder, tmp_path):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    for file in list(folder.iterdir()):
+        (folder / f"._{file.name}").write_bytes(b"\0\5\x16\7" + bytes(100))
+    open_checkpoint(folder).verify()
+    assert pickle_names(["._pytorch_model.bin", "._x.bin", "x.bin"]) == ["x.bin"]
+    assert pickle_names(["._x.bin"]) == []
 
 
 def sentinel(folder: Path) -> Path:

@@ -67,10 +67,19 @@ def test_what_changes_no_number_is_passed_over_and_another_models_tensors_are_na
     assert any("v_head.summary, vision_tower.encoder" in text for text in texts)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
-def test_the_prefix_that_a_wrapper_left_is_named(edited, prefix):
-    folder = edited({}, lambda name: prefix + name)
-    with pytest.raises(CheckpointError, match=f"save the model again without '{prefix}"):
+@pytest.mark.parametrize(
+    ("wrapper", "old", "new"),
+    [
+        ("_orig_mod.", "", "_orig_mod."),  # torch.compile of the whole model, and of each layer
+        ("_orig_mod.", "layers.1.", "layers.1._orig_mod."),
+        ("module.", "", "module."),
+        ("_fsdp_wrapped_module.", "layers.0.", "layers.0._fsdp_wrapped_module."),
+        ("policy.", "", "policy."),
+    ],
+)
+def test_the_part_of_names_that_a_wrapper_left_is_named(edited, wrapper, old, new):
+    folder = edited({}, lambda name: name.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=f"save the model again without '{wrapper}'"):
         open_checkpoint(folder)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.checkpoint.folder import TOKENIZER_FILES
 from flexgen_helm.checkpoint.generation_config import ALWAYS, IRRELEVANT, REFUSED, SAMPLED, read_generation_settings
 from flexgen_helm.errors import CheckpointError
 from tests.helpers.generation_settings import GREEDY
@@ -75,6 +76,25 @@ def test_greedy_tokens_equal_those_of_generate(folder_with, settings, name):
         first, same = result.completions[0], one.completions[0]
         if first.token_ids and first.token_ids[:1] == same.token_ids[:1]:
             assert math.isclose(first.logprobs[0], same.logprobs[0], abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 2}], ids=str)
+def test_answers_end_without_tokenizer_files_too(folder_with, settings):
+    from transformers import AutoModelForCausalLM
+
+    folder, asked = folder_with(settings), requests()
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        assert engine.tokenizer is None
+        answers = [result.completions[0] for result in engine.run(asked)]
+        fingerprint = engine.fingerprint
+    assert [[*answer.token_ids] for answer in answers] == [generate(model, request) for request in asked]
+    assert "endoftext" in {answer.finish_reason for answer in answers}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS[:1], **settings}))
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        assert engine.fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(

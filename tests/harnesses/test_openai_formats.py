@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.errors import NumericalError, RequestError
+from flexgen_helm.errors import ContextLengthError, NumericalError, RequestError
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     EncodedPrompt,
@@ -75,6 +75,7 @@ def test_draws_depend_on_the_seed_or_on_the_line():
         return [prompt.request.request.seed for prompt in to_requests(asked, Ids, None, 96, unseeded)]
 
     assert seeds("a") == seeds("a") and len({*seeds("a"), *seeds("b")}) == 4
+    assert seeds("a", seed=-1) == seeds("a") != seeds("a", seed=-2)
     assert seeds("a", seed=7) == seeds("b", seed=7) == [7, 7]
     assert seeds("a", temperature=0) == seeds("b", temperature=0, seed=7) == [0, 0]  # so that equal ones are joined
 
@@ -183,6 +184,21 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"x": -0.125}, {"x": -0.25}]
 
 
+def test_values_by_which_clients_say_none_are_none(tokenizer):
+    none = {
+        "seed": -1, "n": None, "stop": [], "logit_bias": {}, "logprobs": False, "top_k": -1, "min_tokens": 0,
+        "tools": [], "tool_choice": "auto", "metadata": {}, "store": False, "suffix": "",
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    for url, body in ((TEXT, {"prompt": "fox"}), (CHAT, {"messages": MESSAGES})):
+        plain = requests(tokenizer, url, body)
+        assert requests(tokenizer, url, body | none) == plain
+        (unlimited,) = requests(tokenizer, url, body | {"max_tokens": -1})
+        assert unlimited.max_tokens == 96 - len(unlimited.prompt_token_ids)
+    neutral = {"type": "text", "annotations": [], "refusal": None, "tool_calls": None, "reasoning_content": ""}
+    assert requests(tokenizer, CHAT, {"messages": [MESSAGES[0] | neutral]}) == plain
+
+
 @pytest.mark.parametrize(
     "url, body, why",
     [
@@ -209,7 +225,10 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         (CHAT, {"prompt": "x"}, "'prompt' is not supported by /v1/chat/completions"),
         (CHAT, {"messages": []}, "messages is []"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0 has no content"),
-        (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": []}]}, "messages.0 has 'tool_calls'"),
+        (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": [{}]}]}, "messages.0 has 'tool_calls'"),
+        (CHAT, {"messages": [{**MESSAGES[0], "type": "image"}]}, "messages.0 has 'type'"),
+        (TEXT, {"prompt": "x", "max_tokens": -2}, "max_tokens is -2"),
+        (TEXT, {"prompt": "x", "min_tokens": False}, "min_tokens is False"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs needs logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools is"),
     ],
@@ -238,5 +257,6 @@ def test_errors_have_the_form_of_openai():
     assert error_body(ApiError("no", "n", "c")) == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": "c"}
     }
+    assert error_body(ContextLengthError("long"))["error"]["code"] == "context_length_exceeded"
     assert error_body(OSError("disk"))["error"]["type"] == "server_error"
     assert [error_status(e) for e in (ApiError("", status=404), NumericalError(""), OSError())] == [404, 400, 500]

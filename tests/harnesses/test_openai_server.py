@@ -195,6 +195,7 @@ def test_own_pages_and_names_of_this_machine_are_answered(server):
         ({"prompt": [10**9]}, 400, "outside the vocabulary"),
         ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 may wait"),
         ({"prompt": "the", "max_tokens": 10**9}, 400, "window"),
+        ({"prompt": "the " * 300}, 400, "context_length_exceeded"),
         ({"prompt": "the", "stream": "yes"}, 400, "stream is"),
         ({"prompt": "the", "stream_options": {"a": True}}, 400, "stream_options"),
         ({"prompt": "the", "chat_template": "{{ 1 }}"}, 400, "'chat_template' is not supported"),
@@ -204,7 +205,7 @@ def test_own_pages_and_names_of_this_machine_are_answered(server):
 def test_a_hostile_body_is_refused_by_one_sentence(server, body, status, why):
     found, answer = server.request("POST", URL, body)
     error = answer["error"]
-    assert found == status and why in error["message"], answer
+    assert found == status and (why in error["message"] or why == error["code"]), answer
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert "\n" not in error["message"] and len(error["message"]) < 400
     assert server.request("GET", "/health")[0] == 200

@@ -38,12 +38,15 @@ class FakeTokenizer:
     chat_template: str | None = None
 
     def __init__(self, adds_bos: bool = False, chat_template: str | None = None) -> None:
-        self.adds_bos, self.chat_template = adds_bos, chat_template
+        self.prefix, self.chat_template = (self.bos_id,) * adds_bos, chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _log("encode", text)
         ids = [ord(character) for character in text]
-        return [self.bos_id, *ids] if self.adds_bos and add_special_tokens and ids[:1] != [self.bos_id] else ids
+        return [*self.missing_prefix(ids), *ids] if add_special_tokens else ids
+
+    def missing_prefix(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return () if tuple(ids[:1]) == self.prefix else self.prefix
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [chr(i) for i in ids]

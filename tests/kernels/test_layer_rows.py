@@ -173,3 +173,15 @@ def test_without_the_loops_a_layer_is_the_same(monkeypatch):
     monkeypatch.setattr(layer_rows, "loops", lambda: None)
     for found, expected in zip(by_loops, results()):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [4096, 16_384, 65_536])
+def test_a_norm_does_not_lose_small_elements_beside_a_large_one(width):
+    """Sums of 512 squares, added up in 64 bits; in one float32 sum those of the small ones are partly lost."""
+    x = torch.full((3, width), 0.05)
+    x[:, 0] = 0.3 * width**0.5
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    found = layer_rows.rms_norm(x, torch.ones(width), 1e-6, False)
+    assert ((found.double() - exact) / exact).abs().max() < 3e-7
+    squares = x[0].square().numpy().cumsum(dtype="float32")[-1]
+    assert abs(squares / x[0].double().square().sum().item() - 1) > 1e-6

@@ -43,8 +43,6 @@ def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 class Template:
     """A tokenizer that has only a template."""
 
-    bos_id, adds_bos = None, False
-
     def __init__(self, render: Any) -> None:
         self.chat_template, self._render = "yes", render
 
@@ -168,11 +166,10 @@ def test_what_is_no_chat_of_texts_is_refused(tokenizers, messages, says):
 def test_bos_is_there_once_whoever_writes_it(tokenizers, text):
     for name in ("without system role", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
-        ids, bos = decided.encode_batch([decided.render_prompt(text)])[0], tokenizers[name].bos_id
+        ids, bos = tokenizers[name].encode(decided.render_prompt(text)), tokenizers[name].bos_id
         assert ids[0] == bos and ids.count(bos) == 1 + text.count(str(tokenizers[name].bos_text))
-    decided = decide(tokenizers["instruct"])
-    rendered = decided.render_prompt(text)
-    assert decided.encode_batch([rendered]) == [tokenizers["instruct"].encode(rendered, add_special_tokens=False)]
+    rendered = decide(tokenizers["instruct"]).render_prompt(text)
+    assert tokenizers["instruct"].encode(rendered) == tokenizers["instruct"].encode(rendered, False)
 
 
 def test_only_generating_prompts_are_rendered(tokenizers):

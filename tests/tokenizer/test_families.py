@@ -144,7 +144,7 @@ def test_the_class_does_not_change_the_pipeline(tmp_path, name, class_name):
 @pytest.mark.parametrize("name", NAMES)
 def test_none_or_one_bos(folders, name):
     tokenizer, bos = load(folders[name]), FAMILIES[name].bos
-    assert tokenizer.adds_bos == (bos is not None)
+    assert bool(tokenizer.prefix) == (bos is not None)
     if bos is None:
         assert tokenizer.encode("word") == tokenizer.encode("word", add_special_tokens=False)
         assert tokenizer.encode("") == []

@@ -182,6 +182,11 @@ ANSWERS = ThinkingMarks("<think>", "</think>", "<answer>", "</answer>")
          "<|start|>assistant<|channel|>final<|message|>Paris.",
          "analysis<|message|>Why\nso.<|end|><|start|>assistant", "Paris."),
         (CHANNELS, False, "<|channel|>final<|message|>Paris.", "", "Paris."),
+        (CHANNELS, False, "<|channel|>analysis<|message|>Why<|end|>"
+         "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}", "analysis<|message|>Why<|end|>"
+         "<|start|>assistant", "{}"),
+        (CHANNELS, False, "<|channel|>final json<|message|>{}", "", "{}"),
+        (CHANNELS, False, "<|channel|>finalists<|message|>{}", "finalists<|message|>{}", ""),
         (CHANNELS, False, "<|channel|>analysis<|message|>Why\nnot", "analysis<|message|>Why\nnot", ""),
         (RESPONSES, True, "Why\nso.<|END_THINKING|><|START_TEXT|>Paris.<|END_TEXT|>", "Why\nso.", "Paris."),
         (RESPONSES, False, "<|START_TEXT|>Paris.<|END_TEXT|>", None, "Paris."),

@@ -5,7 +5,7 @@ The stored tensors decide which modules are quantized: what `modules_to_not_conv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class Quantization:
     zero_offset: what is added to a stored zero point.
     group_sizes: numbers of inputs that share a scale, the last ones cut off.
     bits: of a code, where the method does not say it.
+    symmetric: GPTQ's zero points are all 2 ** (bits - 1); False if zero points must be stored; None if unknown.
+    act_order: groups are of inputs in an order of their own, so that a g_idx must be stored; None if unknown.
     """
 
     method: str
@@ -33,6 +35,8 @@ class Quantization:
     zero_offset: int = 0
     group_sizes: tuple[int, ...] = ()
     bits: int | None = None
+    symmetric: bool | None = None
+    act_order: bool | None = None
 
     @property
     def title(self) -> str:
@@ -42,15 +46,17 @@ class Quantization:
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
     """Return the quantization that the content of `path` describes, or None.
 
-    Raises `CheckpointError` with the reason if its weights cannot be read.
+    Raises `CheckpointError` with the reason if its weights cannot be read, or if nobody here knows an entry.
     """
     text = content.get("text_config")
     owners = [content, text] if isinstance(text, Mapping) else [content]
-    settings = next((owner["quantization_config"] for owner in owners if owner.get("quantization_config")), None)
-    if settings is None:
+    keys = ("quantization_config", "quantization")  # MLX writes the second, or both
+    given = next((owner[key] for owner in owners for key in keys if owner.get(key)), None)
+    if given is None:
         return None
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{path}: quantization_config must be an object, not {settings!r}")
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{path}: quantization_config must be an object, not {given!r}")
+    settings = _Settings(given)
     method = _method(settings)
     if method not in METHODS:
         reason = _UNSUPPORTED.get(method, f"supported are {', '.join(METHODS)}")
@@ -59,6 +65,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     dtype = next((HALF_TYPES[name] for name in dtypes if name in HALF_TYPES), "BF16")
     try:
         options = METHODS[method](settings)
+        _require_known(settings, method)
     except _UnsupportedError as error:
         raise CheckpointError(f"{path}: {error}, which cannot be read; use the original checkpoint") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -67,15 +74,62 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     return Quantization(method, dtype, bits=bits, **options)
 
 
-def _method(settings: Mapping[str, Any]) -> str:
+def _method(settings: _Settings) -> str:
+    method = str(settings.get("quant_method", "an unnamed method (as in folders of MLX)"))
     # Early files of bitsandbytes name no method.
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        return "bitsandbytes"
-    return str(settings.get("quant_method", "an unnamed method"))
+    return "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else method
 
 
 class _UnsupportedError(Exception):
     """Says which variant of a method is not supported."""
+
+
+_USUAL = {"data_type": "int", "pack_dtype": "int32"}
+
+
+class _Settings(dict[str, Any]):
+    """Settings that note which of them nothing has read yet; null, false, empty and usual ones ask for nothing."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.unread = {key for key, value in content.items() if value not in (None, False, "", [], {}, _USUAL.get(key))}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.unread.discard(key)
+        return super().get(key, default)
+
+
+# Keys that change no weight, by the reason.
+_NO_CHANGE = {
+    "how codes and scales were found": """act_group_aware amp autoround_version batch_size block_name_to_quantize
+        cache_block_outputs damp_auto_increment damp_percent dataset enable_minmax_tuning enable_quanted_input
+        global_compression_ratio gradient_accumulate_steps iters low_gpu_mem_usage lr max_input_length meta minmax_lr
+        model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block mse nsamples observer
+        observer_kwargs pad_token_id provider scale_fmt seqlen static_groups tokenizer true_sequential version""",
+    "how other programs compute": """backend bnb_4bit_compute_dtype dequantize disable_exllama exllama_config
+        llm_int8_enable_fp32_cpu_offload llm_int8_threshold pack_impl run_compressed use_cuda_fp16 use_exllama
+        use_optimized_inference""",
+    "activations and caches, which are not quantized here": """act_bits act_data_type act_dynamic act_group_size act_sym
+        activation_scale_ub activation_scheme input_activations kv_cache_dtype kv_cache_scheme output_activations""",
+    "the stored tensors' names, types and shapes say it": """_load_in_4bit _load_in_8bit bits bnb_4bit_quant_storage
+        bnb_4bit_quant_type bnb_4bit_use_double_quant expert_dtype fmt ignore ignored_layers lm_head
+        llm_int8_has_fp16_weight llm_int8_skip_modules method modules_in_block_to_quantize modules_to_convert
+        modules_to_not_convert num_bits quant_block_list quantization_status scale_dtype strategy sym targets
+        to_quant_block_names type zp_dtype""",
+}
+
+
+def _require_known(settings: _Settings, method: str) -> None:
+    """Refuse settings of which nothing is known here, once all others have been read."""
+    if unknown := sorted(settings.unread - {key for keys in _NO_CHANGE.values() for key in keys.split()}):
+        named = ", ".join(f"{key} {settings[key]!r:.60}" for key in unknown[:4])
+        raise _UnsupportedError(f"{method} weights have settings that are not known here ({named})")
+
+
+def _agreed(cases: Iterable[_Settings], key: str) -> Any:
+    """Return a setting that all cases agree in that have it, else None."""
+    values = {case.get(key) for case in cases if key in case}
+    return values.pop() if len(values) == 1 else None
 
 
 def _require(key: str, value: Any, supported: tuple[Any, ...], method: str) -> None:
@@ -83,28 +137,38 @@ def _require(key: str, value: Any, supported: tuple[Any, ...], method: str) -> N
         raise _UnsupportedError(f"{method} weights have {key} {value!r}")
 
 
-def _no_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _no_options(settings: _Settings) -> dict[str, Any]:
     return {}
 
 
-def _fp8_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _fp8_options(settings: _Settings) -> dict[str, Any]:
     block = settings.get("weight_block_size")
     return {"block": None if block is None else _block(block)}
 
 
 def _block(sizes: Any) -> tuple[int, int]:
-    rows, columns = (int(size) for size in sizes)
+    rows, columns = (int(size) for size in (sizes.split("x") if isinstance(sizes, str) else sizes))
     if min(rows, columns) < 1:
         raise ValueError(f"a block of {rows} x {columns}")
     return rows, columns
 
 
-def _gptq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fmt = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+def _gptq_options(settings: _Settings) -> dict[str, Any]:
+    formats = {settings.get("checkpoint_format"), settings.get("format")} - {None} or {"gptq"}
+    fmt = " and ".join(sorted(formats))
     _require("format", fmt, ("gptq", "gptq_v2"), "gptq")
-    _require("is_marlin_format", bool(settings.get("is_marlin_format")), (False,), "gptq")
-    # The first version of the format stores zero points less one.
-    return {"zero_offset": 1 if fmt == "gptq" else 0, "group_sizes": _group_sizes([settings])}
+    rules = [_Settings(rule or {}) for rule in (settings.get("dynamic") or {}).values()]  # for some of the modules
+    cases = [settings, *rules]
+    options = {
+        # The first version of the format stores zero points less one.
+        "zero_offset": 1 if fmt == "gptq" else 0,
+        "group_sizes": _group_sizes(cases),
+        "symmetric": _agreed(cases, "sym"),
+        "act_order": _agreed(cases, "desc_act"),
+    }
+    for rule in rules:
+        _require_known(rule, "gptq")
+    return options
 
 
 def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -113,14 +177,15 @@ def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size > 0)
 
 
-def _awq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fmt = str(settings.get("version") or settings.get("format") or "gemm").lower()
-    _require("version", fmt, ("gemm",), "awq")
+def _awq_options(settings: _Settings) -> dict[str, Any]:
+    for key in ("version", "format", "checkpoint_format"):
+        _require("version", str(settings.get(key) or "gemm").lower(), ("gemm",), "awq")
     if settings.get("backend") == "llm-awq":
         raise _UnsupportedError("awq weights are in the layout of llm-awq")
-    _require("bits", settings.get("bits", settings.get("w_bit", 4)), (4,), "awq")
-    _require("zero_point", settings.get("zero_point", True), (True,), "awq")
-    return {"group_sizes": _group_sizes([settings])}
+    for key, value in (("bits", 4), ("w_bit", 4), ("zero_point", True)):
+        _require(key, settings.get(key, value), (value,), "awq")
+    early = {"group_size": settings.get("q_group_size")}
+    return {"group_sizes": _group_sizes([settings, early])}
 
 
 _COMPRESSED_FORMATS = (
@@ -135,24 +200,33 @@ _COMPRESSED_FORMATS = (
 )
 
 
-def _compressed_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    groups = list((settings.get("config_groups") or {}).values())
+def _compressed_options(settings: _Settings) -> dict[str, Any]:
+    groups = [_Settings(group) for group in (settings.get("config_groups") or {}).values()]
     for fmt in (settings.get("format"), *(group.get("format") for group in groups)):
         _require("format", fmt or "dense", _COMPRESSED_FORMATS, "compressed-tensors")
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     _require("sparsity", sparsity, ("dense",), "compressed-tensors")
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise _UnsupportedError("compressed-tensors weights are rotated (transform_config)")
-    weights = [group.get("weights") or {} for group in groups]
-    blocks = {_block(settings["block_structure"]) for settings in weights if settings.get("block_structure")}
+    weights = [_Settings(group.get("weights") or {}) for group in groups]
+    blocks = {_block(weight["block_structure"]) for weight in weights if weight.get("block_structure")}
     group_sizes = _group_sizes(weights)
     if len(blocks) > 1 or (blocks and group_sizes):
         raise _UnsupportedError("compressed-tensors weights are divided in several ways (block_structure, group_size)")
-    return {"block": next(iter(blocks), None), "group_sizes": group_sizes}
+    options = {
+        "block": next(iter(blocks), None),
+        "group_sizes": group_sizes,
+        "symmetric": _agreed(weights, "symmetric"),
+        # Where only weights are sorted ('weight', 'static'), groups are of inputs in order.
+        "act_order": _agreed(weights, "actorder") in (True, "group", "dynamic") or None,
+    }
+    for part in (*groups, *weights):
+        _require_known(part, "compressed-tensors")
+    return options
 
 
 # Method -> reader of what `Quantization` needs of its settings.
-METHODS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+METHODS: Mapping[str, Callable[[_Settings], dict[str, Any]]] = {
     "mxfp4": _no_options,
     "fp8": _fp8_options,
     "mxfp8": _fp8_options,
@@ -164,6 +238,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 _CODEBOOKS = "its code books need the kernels of its own package"
 _UNSUPPORTED = {
+    "metal": "its layout is of Apple's framework alone",
     "aqlm": _CODEBOOKS,
     "vptq": _CODEBOOKS,
     "higgs": _CODEBOOKS,

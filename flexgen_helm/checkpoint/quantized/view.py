@@ -68,6 +68,11 @@ class QuantizedGroup:
     def optional(self, *names: str) -> StoredTensor | None:
         return next((self.stored[name] for name in names if name in self.stored), None)
 
+    def zero_point(self, name: str) -> StoredTensor | None:
+        """Return the zero points that compressed-tensors stores, which must be there if codes are not symmetric."""
+        find = self.part if self.quantization.symmetric is False else self.optional
+        return find(f"{name}_zero_point")
+
     def dtype(self, scale: StoredTensor) -> str:
         """Return the 16-bit type of values with this scale: its own, if it has 16 bits."""
         return scale.dtype if scale.dtype in ("F16", "BF16") else self.quantization.dtype
@@ -273,23 +278,43 @@ def _grouped(
     """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by group.
 
     parts: codes, scales, and others. A g_idx [in] among them has the group of each input; without one, groups are runs
-        of one of the configured sizes, of which the last may be cut off, or of equal lengths.
+        of the configured size, of which the last may be cut off, or of equal lengths.
     """
-    scale, inputs = parts[1], shape[1]
+    scale, inputs, quantization = parts[1], shape[1], group.quantization
     g_idx = next((part for part in parts if part.name.endswith("g_idx")), None)
     if g_idx is not None:
         require(g_idx, _INDICES, (inputs,))
-    group_size = next((size for size in group.quantization.group_sizes if -(-inputs // size) == num_groups), None)
-    if group_size is None:
-        if num_groups < 1 or inputs % num_groups:
-            raise CheckpointError(f"{scale.title} has {num_groups} groups for {inputs} inputs")
-        group_size = inputs // num_groups
+    elif quantization.act_order and num_groups > 1:
+        raise CheckpointError(f"{parts[0].title} has groups of sorted inputs, but its g_idx is missing; fetch it again")
+    configured = quantization.group_sizes
+    sizes = {size for size in configured if -(-inputs // size) == num_groups}
+    if num_groups == 1 or (num_groups and not configured and inputs % num_groups == 0):
+        sizes = {inputs // num_groups}
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{scale.title} has {num_groups} groups for {inputs} inputs, but config.json has group sizes {configured}"
+        )
+    (group_size,) = sizes
+
+    def groups() -> torch.Tensor:
+        """Return the group of each input; raises `CheckpointError` if a g_idx cannot be meant."""
+        in_order = torch.arange(inputs) // group_size
+        if g_idx is None:
+            return in_order
+        index = read_all(g_idx).long()
+        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+            raise CheckpointError(f"{g_idx.title} names groups outside 0 to {num_groups - 1}")
+        if quantization.act_order is False and not index.any():  # some programs store zeros for groups in order
+            return in_order
+        if (named := len(index.unique())) < num_groups:
+            raise CheckpointError(
+                f"{g_idx.title} names {named} of {num_groups} groups, so that scales would not be used; quantize again"
+            )
+        return index
 
     def prepare() -> ReadRows:
         codes, zeros, scales = read()
-        index = torch.arange(inputs) // group_size if g_idx is None else read_all(g_idx).long()
-        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
-            raise CheckpointError(f"{parts[-1].title} names groups outside 0 to {num_groups - 1}")
+        index = groups()
         is_even = g_idx is None and inputs == num_groups * group_size
 
         def rows(start: int, count: int) -> torch.Tensor:
@@ -342,10 +367,19 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     offset, mask = group.quantization.zero_offset, (1 << bits) - 1
 
     def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
-        words, zero_words = read_all(qweight), read_all(qzeros).t()
+        words, zeros = read_all(qweight), _unpack(read_all(qzeros).t(), 0, outputs, bits)
+        if group.quantization.symmetric:  # fixes the zero point, whichever version of the format stored it
+            half = 1 << (bits - 1)
+            if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
+                raise CheckpointError(
+                    f"{qzeros.title} has zero points from {int(zeros.min())} to {int(zeros.max())}, but 'sym' in "
+                    f"config.json means {half} for all; set 'sym' to false if they are meant"
+                )
+            zeros = torch.full_like(zeros, half - offset)
+        zeros = (zeros + offset) & mask
         return (
             lambda start, count: _unpack(words[:, start : start + count], 0, inputs, bits).t(),
-            lambda start, count: (_unpack(zero_words, start, count, bits) + offset) & mask,
+            lambda start, count: zeros[start : start + count],
             read_all(scales).float().t(),
         )
 
@@ -381,7 +415,7 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
     weight_zero_point: [out * bits / 32, groups], in early files unpacked; without it all are zero.
     """
     packed, true_shape = group.first, group.part(f"{stem}.weight_shape")
-    more = group.optional(f"{stem}.weight_zero_point"), group.optional(f"{stem}.weight_g_idx")
+    more = group.zero_point(f"{stem}.weight"), group.optional(f"{stem}.weight_g_idx")
     parts = (packed, scale, true_shape, *(part for part in more if part is not None))
     require(packed, ("I32",))
     require(scale, _FLOATS)
@@ -427,7 +461,7 @@ def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
         return _scaled(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale, fp4=True))
     if first.dtype not in (*_FP8, "I8") or not first.name.endswith("weight"):
         return None
-    scale, zero_point = group.part(f"{first.name}_scale"), group.optional(f"{first.name}_zero_point")
+    scale, zero_point = group.part(f"{first.name}_scale"), group.zero_point(first.name)
     block = quantization.block or next(((1, size) for size in quantization.group_sizes), None)
     return _scaled(group, first.name, _Scaling(scale, block, zero_point=zero_point))
 
@@ -441,6 +475,9 @@ def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     if stem is None:
         return None
     if group.first.dtype == "I8":
+        layout = group.optional(f"{stem}.weight_format")
+        if layout is not None and any(layout.read(0, layout.size)):
+            raise CheckpointError(f"{layout.title}: rows of int8 are permuted for one kind of GPU; use the original")
         return _scaled(group, name, _Scaling(group.part(f"{stem}.SCB"), factor=1 / 127))
     states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
     if group.first.dtype != "U8" and group.optional(*states) is None:
