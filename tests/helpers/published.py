@@ -3,7 +3,8 @@
 `tests/models/published.jsonl` has one configuration a line: `repo` on the hub, `source` of the facts, `config`, what
 `config.json` says, and where they are known `generation`, what `generation_config.json` says, and `tokens`, ids that
 `tokenizer_config.json` adds. `also` has repositories that differ in sizes alone, and `refused` a part of the sentence
-that refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out.
+that refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out. Sources are of
+`config` alone: `generation` and `tokens` are from memory, but for gpt-oss and GLM-4.5.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import transformers
 from flexgen_helm import Engine
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.miniature import layer_kinds
 from tests.helpers.published import (
     TOLERANCE,
@@ -97,3 +98,8 @@ def test_an_entry_that_is_not_as_published_is_seen(taken, tmp_path):
     except AssertionError:
         differences = [1.0]
     assert max(differences) > 10 * TOLERANCE
+
+
+def test_classes_in_other_capitals_are_known():
+    """The first Llamas have such a name, and Phi-3.5-MoE, which is in the table."""
+    assert architecture_of_config({"architectures": ["LLaMAForCausalLM"], "model_type": "llama"}).name == "llama"
