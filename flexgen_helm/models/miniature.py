@@ -115,16 +115,15 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
     cls, whole = class_and_config(json.dumps(content))
     full = whole.to_dict()
     kinds = layer_kinds(config)
+    counts_from_padding = isinstance(config, TransformersConfig) and config.modules.padding_id >= 0
     for layers in _layers_tried(full, config.num_layers):
         try:
             entries = small_config(full, layers)
-            if (
-                not isinstance(config, TransformersConfig) or config.modules.padding_id < 0
-            ):  # positions do not follow it
+            if not counts_from_padding:
                 entries["pad_token_id"] = VOCABULARY - 1
             small = type(whole)(**entries)
-            content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
-            found = layer_kinds(find(content).read_config(content))
+            small_content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
+            found = layer_kinds(find(small_content).read_config(small_content))
         except Exception:  # a configuration class raises whatever its entries lead to
             continue
         if found == kinds:
