@@ -24,6 +24,7 @@ from flexgen_helm.checkpoint.folder import (
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
+from flexgen_helm.checkpoint.quantized.proof import require_described_values
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import (
     StoredRange,
@@ -55,7 +56,11 @@ class SafetensorsCheckpoint(Checkpoint):
         self.tokenizer_path = tokenizer_folder(folder)
         stored = joined(map(read_header, self._files))
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
-        self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
+        quantization = read_quantization(content, folder / CONFIG)
+        tensors = logical_tensors(stored, quantization, path)
+        self._find(architecture, tensors, path)
+        if quantization is not None:
+            require_described_values(tensors.values(), quantization)
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
 

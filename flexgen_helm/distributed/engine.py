@@ -142,7 +142,7 @@ class ClusterRun:
         elif self._fresh:
             fewest = max(MIN_UNIT_REQUESTS, worker.block)
             share = len(self._fresh) // (1 if num_workers == 1 else 2 * num_workers)
-            most = max(fewest, int(worker.rate * UNIT_S)) if worker.num_units else FIRST_UNIT_REQUESTS
+            most = max(fewest, round(worker.rate * UNIT_S)) if worker.num_units else FIRST_UNIT_REQUESTS
             size = min(max(share, fewest), most)
             unit, self._fresh = Unit(self._fresh[:size]), self._fresh[size:]
         else:

@@ -40,11 +40,12 @@ _SIZES = {
     48: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length max_target_positions n_ctx index_topk",
     WINDOW: "sliding_window attention_chunk_size local_attention window_size",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words decoder_vocab_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words decoder_vocab_size pronunciation_vocab_size "
+    "shape_vocab_size",
     24: "q_lora_rank kv_lora_rank gate_low_rank_dim",
     HEAD_DIM: "qk_rope_head_dim qk_nope_head_dim v_head_dim swa_v_head_dim mamba_d_head mamba_head_dim "
     "linear_key_head_dim linear_value_head_dim",
-    8: "pronunciation_vocab_size shape_vocab_size hidden_size_per_layer_input laurel_rank num_experts "
+    8: "rotary_dim hidden_size_per_layer_input laurel_rank num_experts "
     "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size mamba_chunk_size chunk_size",
     4: "linear_num_value_heads",
     0: "num_hidden_layers n_layer n_layers num_layers",  # of parts that see or hear
@@ -114,11 +115,15 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
     cls, whole = class_and_config(json.dumps(content))
     full = whole.to_dict()
     kinds = layer_kinds(config)
+    counts_from_padding = isinstance(config, TransformersConfig) and config.modules.padding_id >= 0
     for layers in _layers_tried(full, config.num_layers):
         try:
-            small = type(whole)(**small_config(full, layers))
-            entries = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
-            found = layer_kinds(find(entries).read_config(entries))
+            entries = small_config(full, layers)
+            if not counts_from_padding:
+                entries["pad_token_id"] = VOCABULARY - 1
+            small = type(whole)(**entries)
+            small_content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
+            found = layer_kinds(find(small_content).read_config(small_content))
         except Exception:  # a configuration class raises whatever its entries lead to
             continue
         if found == kinds:
@@ -207,7 +212,7 @@ def _smaller(name: str, value: Any) -> Any:
         return value
     if name in _SIZE_OF and value > 1:
         return _SIZE_OF[name]
-    return min(value, 2) if name.endswith("_token_id") else value
+    return value % VOCABULARY if name.endswith("_token_id") else value
 
 
 def _set_heads(numbers: Mapping[str, int], small: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.convert import convert
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.quantized import view
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.quantized.proof import require_described_values
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import read_header
@@ -293,6 +296,54 @@ def test_a_tensor_that_is_plain_and_quantized_is_refused(plain, tmp_path):
     quantize(plain, tmp_path / "model", "awq")
     edit_weights(tmp_path / "model", lambda tensors: tensors.update({f"{LAYER}.weight": torch.ones(64, 96)}))
     with pytest.raises(CheckpointError, match="twice"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+# ---- the proof before a checkpoint is used ----
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "mxfp4", "fp8-by-expert"])
+def test_values_are_compared_with_the_description_of_their_format(tmp_path, fmt):
+    """What is read passes; the same with one value in ten off by a hundred thousandth does not."""
+    rng = np.random.default_rng(3)
+    if fmt in FORMATS:
+        config, write = FORMATS[fmt]
+        stored = {f"a.{name}": part for name, part in write(rng, OUT, IN)[0].items()}
+    elif fmt == "mxfp4":
+        config, shape = {"quant_method": "mxfp4"}, (3, 10, 2)
+        stored = {
+            "a_blocks": torch.from_numpy(rng.integers(0, 256, (*shape, 16)).astype(np.uint8)),
+            "a_scales": torch.from_numpy(rng.integers(100, 150, shape).astype(np.uint8)),
+        }
+    else:
+        config = {"quant_method": "fbgemm_fp8"}
+        stored = {"a": torch.randn(3, 8, 12).to(torch.float8_e4m3fn), "a_scale": torch.rand(3)}
+    quantization = read_quantization({"quantization_config": config}, Path("config.json"))
+    assert quantization is not None
+    tensors = list(read_tensors(tmp_path / "w", stored, config).values())
+    require_described_values(tensors, quantization)
+
+    def off(tensor: LogicalTensor) -> Any:
+        def prepare() -> Any:
+            read = tensor.prepare()
+            return lambda start, count: (
+                read(start, count).reshape(count, -1) * (1 + 1e-5 * (torch.arange(tensor.width) % 10 == 7))
+            )
+
+        return prepare
+
+    wrong = [replace(tensor, prepare=off(tensor)) for tensor in tensors]
+    if "nf4" in fmt:
+        return
+    with pytest.raises(CheckpointError, match="row .* is not read as its format"):
+        require_described_values(wrong, quantization)
+
+
+def test_a_checkpoint_whose_values_are_misread_is_not_opened(plain, tmp_path, monkeypatch):
+    quantize(plain, tmp_path / "model", "nvfp4")
+    SafetensorsCheckpoint(tmp_path / "model")
+    monkeypatch.setattr(view, "_FP4_PAIRS", view._FP4_PAIRS.flip(1))  # the upper four bits first
+    with pytest.raises(CheckpointError, match=r"q_proj.*|k_proj.* is not read as its format"):
         SafetensorsCheckpoint(tmp_path / "model")
 
 

@@ -218,21 +218,22 @@ REASONS = {
     "experts chosen by token, and compressed keys": ["DeepseekV4"],
     "adapters chosen by language": ["Xmod"],
     "scores or masks of its own: biases by position, windows, hashes, lengths": [
-        "CpmAnt", "Doge", "Git", "Inkling", "Inkling2", "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead",
+        "CpmAnt", "Doge", "Git", "Inkling", "Inkling2", "Inkling2Loop", "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead",
         "XLMWithLMHeadModel",
     ],
     "several predictions of a token at once": ["Musicgen", "MusicgenMelody", "ProphetNet", "XLNetLMHeadModel"],
     "a table of rotations among its weights": ["RoFormer"],
     "embeddings narrower than hidden states": ["RemBert"],
+    "a head of several parts": ["Dory"],
     "several stacks of layers, over bytes and patches": ["Blt"],
     "not tried: its default configuration makes no model": sorted(name.removesuffix("ForCausalLM") for name in UNBUILT),
 }  # fmt: skip
 
 
 def refused_classes() -> set[str]:
-    """The classes of `REASONS`, by their whole names."""
-    short = {name for names in REASONS.values() for name in names}
-    return {name if name in {*causal_classes(), *UNBUILT} else f"{name}ForCausalLM" for name in short}
+    """The classes of `REASONS` that this release has, by their whole names."""
+    short, known = {name for names in REASONS.values() for name in names}, {*causal_classes(), *UNBUILT}
+    return known & (short | {f"{name}ForCausalLM" for name in short})
 
 
 def refusal_table() -> str:

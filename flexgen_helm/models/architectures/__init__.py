@@ -28,7 +28,7 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """
     names, kind = _class_names(config), config.get("model_type")
     for architecture in ARCHITECTURES.values():
-        is_named = any(name in architecture.hf_names for name in names)
+        is_named = any(_same(name, known) for name in names for known in architecture.hf_names)
         if is_named and kind != architecture.name and isinstance(kind, str) and kind in ARCHITECTURES:
             raise UnsupportedArchitectureError(
                 f"{', '.join(map(str, names))} with the model_type {kind!r} is not supported; they are two models"
@@ -50,11 +50,16 @@ def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         known = MULTI_PART_CLASSES | UNLISTED_CLASSES | {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-        if names[0] in known:
+        if any(_same(names[0], name) for name in known):
             return Architecture(names[0], tuple(names), _read_by_modules, {}, overflows_float16=True)
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
+
+
+def _same(name: Any, known: str) -> bool:
+    """Whether a class is named; PhiMoEForCausalLM and LLaMAForCausalLM are published with other capitals."""
+    return isinstance(name, str) and name.lower() == known.lower()
 
 
 def _class_names(config: Mapping[str, Any]) -> Sequence[Any]:
