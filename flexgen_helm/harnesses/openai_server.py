@@ -3,9 +3,9 @@
     POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) -> results -> body
     GET  /v1/models, /v1/models/NAME, /health
 
-A request passes three gates before it is computed: who asks (key, Host, Origin), how much (bytes and seconds of its
-body), and how many wait already. What is admitted is gathered by the service with the rest, computed as a block, and
-stored in the response cache, also where its client has gone. An equal request joins it.
+A request passes two gates before it is computed: who asks (key, Host, Origin), and how much (bytes of its body, and
+completions). What is admitted is gathered by the service with the rest, computed as a block, and stored in the response
+cache, also where its client has gone. An equal request joins it. How many ask, and how slowly, is not limited.
 
 Equal requests without a seed draw different tokens. The first, second, … of them draw the same in every process, so a
 server that was started again answers them from the cache.
@@ -20,8 +20,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from socket import socket
@@ -36,7 +36,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import size
@@ -62,14 +61,9 @@ from flexgen_helm.service.service import Service
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
-# Seconds that the headers of a request may take, and then its body.
-HEADERS_S, BODY_S = 20.0, 60.0
 MAX_BODY_BYTES = 16 * 2**20
 MAX_DISCARDED_BYTES = 64 * 2**20  # of a longer body that are read, so that its client reads why it is refused
-MAX_READING_BYTES = 256 * 2**20  # of all bodies that are being read
-MAX_WAITING = 20_000  # sequences that wait or are computed: prompts times n
-MAX_CONNECTIONS = 1_000
-RETRY_AFTER_S = 5
+MAX_COMPLETIONS = 20_000  # of one request: prompts times n
 _GRACE_S = 2.0  # for answers that are on their way when the server is stopped
 _STOPPING = "the server is being stopped; finished answers are stored, and the same request to the next server goes on"
 
@@ -102,7 +96,6 @@ class OpenAIServer:
         self._service, self._reader, self._model = service, reader, model
         self._key, self._tell = key, tell
         self.num_answered = self.num_refused = 0
-        self._num_waiting = self._num_reading = 0
         self._draws: Counter[bytes] = Counter()  # by digest of a body that draws without a seed
         self._is_stopping = False
         self._waiters: set[asyncio.Event] = set()
@@ -112,9 +105,9 @@ class OpenAIServer:
     def serve(self, listener: socket) -> None:
         """Answer requests until SIGINT or SIGTERM."""
         config = uvicorn.Config(
-            self.app(), http=_Connection, ws="none", lifespan="on", loop="asyncio", log_config=None,
+            self.app(), http="h11", ws="none", lifespan="on", loop="asyncio", log_config=None,
             log_level="error", access_log=False, server_header=False, proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(_GRACE_S),
+            timeout_graceful_shutdown=int(_GRACE_S),
         )  # fmt: skip
         _Server(config, self._stop).run(sockets=[listener])
 
@@ -181,14 +174,16 @@ class OpenAIServer:
         asked, identity = await self._in_thread(_parse, request.url.path, content)
         del content
         self._check_model(asked.model)
-        async with self._admitted(asked):
-            unseeded = ""
-            if identity is not None:
-                self._draws[identity] += 1
-                unseeded = f"{identity.hex()}/{self._draws[identity]}"
-            prompts = await self._in_thread(self._encode, asked, unseeded)
-            results = await self._results(prompts)
-            return await self._in_thread(self._respond, asked, prompts, results)
+        count = len(asked.prompts) * asked.n
+        if count > MAX_COMPLETIONS:
+            raise ApiError(f"the request asks for {count:,} completions; at most {MAX_COMPLETIONS:,} are allowed", "n")
+        unseeded = ""
+        if identity is not None:
+            self._draws[identity] += 1
+            unseeded = f"{identity.hex()}/{self._draws[identity]}"
+        prompts = await self._in_thread(self._encode, asked, unseeded)
+        results = await self._results(prompts)
+        return await self._in_thread(self._respond, asked, prompts, results)
 
     async def _in_thread(self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments) -> _T:
         return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
@@ -265,32 +260,20 @@ class OpenAIServer:
             raise ApiError(f"Content-Encoding is {coding[:60]!a}, which is not supported; leave it out", status=415)
 
     async def _read(self, request: Request) -> bytes:
-        """Return the body. Raises `ApiError` where it is too long, too slow, or too many are being read."""
+        """Return the body. Raises `ApiError` where it is too long."""
         chunks: list[bytes] = []
-        num_bytes = num_kept = 0
+        num_bytes = 0
         declared = request.headers.get("content-length", "")
-        try:
-            if declared.isdecimal() and int(declared) > MAX_DISCARDED_BYTES:
+        if declared.isdecimal() and int(declared) > MAX_DISCARDED_BYTES:
+            raise _too_long()
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_DISCARDED_BYTES:
                 raise _too_long()
-            async with asyncio.timeout(BODY_S):
-                async for chunk in request.stream():
-                    num_bytes += len(chunk)
-                    if num_bytes > MAX_BODY_BYTES:  # read on: a client that still sends sees no answer
-                        self._num_reading -= num_kept
-                        num_kept = 0
-                        chunks.clear()
-                        if num_bytes > MAX_DISCARDED_BYTES:
-                            raise _too_long()
-                        continue
-                    chunks.append(chunk)
-                    num_kept += len(chunk)
-                    self._num_reading += len(chunk)
-                    if self._num_reading > MAX_READING_BYTES:
-                        raise _busy(f"bodies of {size(self._num_reading)} are being read")
-        except TimeoutError:
-            raise ApiError(f"the body has not come within {BODY_S:.0f} seconds", status=408) from None
-        finally:
-            self._num_reading -= num_kept
+            if num_bytes > MAX_BODY_BYTES:  # read on: a client that still sends sees no answer
+                chunks.clear()
+            else:
+                chunks.append(chunk)
         if num_bytes > MAX_BODY_BYTES:
             raise _too_long()
         return b"".join(chunks)
@@ -300,62 +283,12 @@ class OpenAIServer:
             raise ApiError(f"the model {name!a} is not served here; {self._model.name!a} is", "model",
                            "model_not_found", 404)  # fmt: skip
 
-    @asynccontextmanager
-    async def _admitted(self, asked: Asked) -> AsyncIterator[None]:
-        """Count a request's sequences among those that wait. Raises `ApiError` where there are too many."""
-        count = len(asked.prompts) * asked.n
-        if count > MAX_WAITING:
-            raise ApiError(f"the request asks for {count:,} completions; at most {MAX_WAITING:,} may wait", "n")
-        if self._num_waiting + count > MAX_WAITING:
-            raise _busy(f"{self._num_waiting:,} completions wait already")
-        self._num_waiting += count
-        try:
-            yield
-        finally:
-            self._num_waiting -= count
-
 
 def is_loopback(host: str) -> bool:
     """Whether a host, by address or name, is this machine for itself; other names may lead anywhere."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
-
-
-class _Connection(H11Protocol):
-    """A connection whose request must begin in time: uvicorn waits for its headers for ever."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_answering and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        elif not self._is_answering:
-            self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _await_request(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HEADERS_S, self._give_up)
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        if not self._is_answering:
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -399,20 +332,14 @@ def _too_long() -> ApiError:
     return ApiError(f"the body is longer than {size(MAX_BODY_BYTES)}; send fewer prompts at once", status=413)
 
 
-def _busy(why: str) -> ApiError:
-    return ApiError(f"{why}; ask again later", code="rate_limit_exceeded", status=429)
-
-
-def _json(body: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(body, allow_nan=False), status, headers, "application/json")
 
 
 def _error(error: Exception) -> Response:
     status = error_status(error)
     # A body that was not read to its end would be taken for the next request.
-    headers = {"Connection": "close"} if status in (401, 403, 408, 413, 415, 429) else {}
-    if status == 429:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+    headers = {"Connection": "close"} if status in (401, 403, 413, 415) else {}
     return _json(error_body(error), status, headers)
 
 

@@ -36,7 +36,7 @@ def engine(folder):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    settings = "server.BODY_S, server.HEADERS_S, server.MAX_BODY_BYTES = 1.0, 1.0, 2**20"
+    settings = "server.MAX_BODY_BYTES = 2**20"
     home = tmp_path_factory.mktemp("home")
     with serving(folder, home, "--served-model-name", "tiny", settings=settings) as served:
         yield served
@@ -193,7 +193,7 @@ def test_own_pages_and_names_of_this_machine_are_answered(server):
         (b'{"prompt": "\\ud800"}', 400, "not valid Unicode"),
         (b'{"prompt": "the", "user": "' + b"x" * 2**20 + b'"}', 413, "longer than"),
         ({"prompt": [10**9]}, 400, "outside the vocabulary"),
-        ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 may wait"),
+        ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 are allowed"),
         ({"prompt": "the", "max_tokens": 10**9}, 400, "window"),
         ({"prompt": "the " * 300}, 400, "context_length_exceeded"),
         ({"prompt": "the", "stream": "yes"}, 400, "stream is"),
@@ -217,44 +217,28 @@ def test_unknown_paths_and_methods_are_refused_in_openais_form(server):
         assert found == status and "the server has /v1/completions" in answer["error"]["message"]
 
 
-def raw(server, *pieces, pause=0.0):
-    """Send bytes over a connection; return what comes back until the server closes it, and the seconds."""
-    began = time.monotonic()
+def raw(server, content):
+    """Send bytes over a connection; return what comes back until the server closes it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         received = b""
         try:
-            for piece in pieces:
-                connection.sendall(piece)
-                time.sleep(pause)
+            connection.sendall(content)
             while data := connection.recv(65536):
                 received += data
         except OSError:  # closed while we send
             pass
-    return received, time.monotonic() - began
+    return received
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_what_never_ends_is_closed_within_its_deadline(server):
-    answer, seconds = raw(server, HEAD + b"Content-Length: 100\r\n\r\n{")
-    assert b" 408 " in answer and b"within 1 seconds" in answer and seconds < 8
-    answer, seconds = raw(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 20, pause=0.1)
-    assert seconds < 10 and answer[:13] in (b"", b"HTTP/1.1 408 ")  # closed while we send
-    _, seconds = raw(server, HEAD)  # headers that never end
-    assert seconds < 8
-    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answer, seconds = raw(server, health, *[b"G", b"E", b"T"], pause=0.5)  # and those of a second request
-    assert b'"ok"' in answer and seconds < 10
-    assert server.request("GET", "/health")[0] == 200
-
-
-def test_floods_are_refused(server):
-    answer, _ = raw(server, HEAD + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n")
+def test_a_request_larger_than_any_is_refused(server):
+    answer = raw(server, HEAD + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n")
     assert answer == b"" or b" 400 " in answer
-    answer, _ = raw(server, HEAD + b"Content-Length: 104857600\r\n\r\n" + b" " * 100_000)
+    answer = raw(server, HEAD + b"Content-Length: 104857600\r\n\r\n" + b" " * 100_000)
     assert b" 413 " in answer and b"longer than" in answer
-    answer, _ = raw(server, HEAD + b"Content-Length: -1\r\n\r\n")
+    answer = raw(server, HEAD + b"Content-Length: -1\r\n\r\n")
     assert answer == b"" or b" 400 " in answer
     assert server.request("GET", "/health")[0] == 200
 
@@ -322,10 +306,9 @@ Engine.run = slow
 """
 
 
-def test_what_was_admitted_is_computed_though_its_client_has_gone_and_the_rest_is_refused(folder, tmp_path):
+def test_what_was_admitted_is_computed_though_its_client_has_gone(folder, tmp_path):
     gate, home = tmp_path / "open", tmp_path / "home"
-    settings = "server.MAX_WAITING = 4\n"
-    with serving(folder, home, settings=settings + SLOW.format(gate=str(gate))) as served:
+    with serving(folder, home, settings=SLOW.format(gate=str(gate))) as served:
         body = json.dumps({"prompt": "the quick", "max_tokens": 2, "temperature": 0}).encode()
         with socket.create_connection(("127.0.0.1", served.port)) as leaving:
             leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -334,12 +317,9 @@ def test_what_was_admitted_is_computed_though_its_client_has_gone_and_the_rest_i
             same = pool.submit(served.complete, prompt="the quick", max_tokens=2, temperature=0)
             time.sleep(0.5)
             assert served.request("GET", "/health")[0] == 200  # also while all computes
-            status, answer = served.request("POST", URL, {"prompt": ["a", "b", "c", "d"], "max_tokens": 1})
-            assert status == 429 and "wait already" in answer["error"]["message"]
             gate.touch()
             assert same.result()["usage"]["completion_tokens"] == 2
         assert eventually(lambda: rows(home) == 1)  # both were one
-        served.complete(prompt=["a", "b", "c"], max_tokens=1)  # there is room again
 
 
 def test_a_signal_ends_the_server_and_what_waits_is_told_so(folder, tmp_path):
