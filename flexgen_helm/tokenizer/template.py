@@ -1,17 +1,12 @@
-"""Render an untrusted chat template in the sandbox of `transformers`, for a bounded time.
+"""Render an untrusted chat template in the sandbox of `transformers`.
 
-The sandbox keeps the template from attributes, files and modules. It does not keep it from looping for ever, and a
-template whose loop depends on the messages does so in the middle of a run. What remains is memory: a template can ask
-for a string as large as the process may be (SECURITY.md).
+The sandbox keeps the template from attributes, files and modules. It does not keep it from looping for ever, nor from
+asking for a string as large as the process may be (SECURITY.md).
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
@@ -24,14 +19,8 @@ from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import RequestError
 from flexgen_helm.tokenizer.chat import DATE
 
-# Products outside of loops cannot be interrupted, and each doubles an integer's digits.
+# Each doubles an integer's digits.
 _MAX_PRODUCTS = 8
-MAX_CPU_S = 1.0  # a template takes milliseconds; processor time, because the machine may be busy
-_LOOK_S = 0.5
-
-
-class _OutOfTime(BaseException):
-    """Raised in a thread that renders; no Exception, because the sandbox catches some of these."""
 
 
 def render(
@@ -41,9 +30,9 @@ def render(
 
     variables: of the template; `strftime_now` is the date that this function of the template tells.
 
-    Raises `RequestError` where the template fails, and where it takes longer than any template should.
+    Raises `RequestError` where the template fails.
     """
-    _require_interruptible(template)
+    _refuse_large_numbers(template)
     # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer of `transformers`.
     with import_lock("transformers"):
         from transformers.utils import chat_template_utils
@@ -59,15 +48,7 @@ def render(
             raise RequestError(
                 "this release of transformers tells templates today's date, so prompts would change daily"
             )
-        with _watchdog.limited():
-            texts, _ = function(
-                [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables
-            )
-    except _OutOfTime:
-        raise RequestError(
-            f"the checkpoint's chat template computes for more than {MAX_CPU_S:g} s on these messages; "
-            "take --chat-template false, or another template"
-        ) from None
+        texts, _ = function([chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables)
     except RequestError:
         raise
     except Exception as error:  # the template is a program of the checkpoint's author
@@ -98,8 +79,8 @@ def _date(text: Any) -> datetime:
 
 
 @lru_cache(maxsize=8)
-def _require_interruptible(template: str) -> None:
-    """Refuse powers and many products: `9**9**9` is one step, which nothing interrupts, and no chat needs them."""
+def _refuse_large_numbers(template: str) -> None:
+    """Refuse powers and many products: `9**9**9` is one step, which Ctrl-C does not end, and no chat needs them."""
     try:
         tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
     except TemplateSyntaxError:
@@ -113,48 +94,3 @@ def _require_interruptible(template: str) -> None:
         raise RequestError(
             f"the checkpoint's chat template computes {products} products (*), which no chat needs; it is not run"
         )
-
-
-class _Watchdog:
-    """One thread that looks after all threads that render, and ends when none does."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: dict[int, tuple[int, float]] = {}  # thread -> clock of its processor time, and when to stop it
-        self._watcher: threading.Thread | None = None
-
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Raise `_OutOfTime` in this thread once it has computed for `MAX_CPU_S` inside."""
-        thread = threading.get_ident()
-        clock = time.pthread_getcpuclockid(thread)
-        with self._lock:
-            if self._watcher is None:
-                watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
-                watcher.start()  # raises where the system has no more threads
-                self._watcher = watcher
-            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
-        try:
-            yield
-        finally:
-            self._ends.pop(thread)
-            with self._lock:
-                pass  # the watcher may be about to raise
-            # An exception that was set for this thread comes with a call, and not later in another's code.
-            (lambda: None)()
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_S)
-            with self._lock:
-                for thread, (clock, end) in list(self._ends.items()):
-                    # Again and again: code that catches everything may have caught the last one.
-                    if time.clock_gettime(clock) > end and thread in self._ends:
-                        error = ctypes.py_object(_OutOfTime)
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-                if not self._ends:
-                    self._watcher = None
-                    return
-
-
-_watchdog = _Watchdog()
