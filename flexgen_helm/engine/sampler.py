@@ -37,6 +37,8 @@ _SUMMED_AT_ONCE = 2048
 
 def log_normalizers(logits: Tensor) -> Tensor:
     """Return the log-sum-exp of each row, by sums of one order for any rows and threads; logits [R, V] -> [R, 1]."""
+    if logits.device.type != "cpu":  # where rows have one order, and each call is a launch
+        return logits.logsumexp(1, keepdim=True)
     in_blocks = logits.shape[1] // _SUMMED_AT_ONCE * _SUMMED_AT_ONCE
     blocks = logits[:, :in_blocks].unflatten(1, (-1, _SUMMED_AT_ONCE)).logsumexp(2)
     return torch.cat((blocks, logits[:, in_blocks:].logsumexp(1, keepdim=True)), 1).logsumexp(1, keepdim=True)

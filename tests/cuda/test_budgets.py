@@ -67,7 +67,7 @@ OUR_4BIT = PRECISIONS["4bit"]  # not with the small groups of the other tests
 # Launches of a decode layer.
 LAUNCHES = {("opt", "fp16"): 15, ("llama", "fp16"): 25, ("opt", "4bit"): 15, ("llama", "4bit"): 25}
 # Launches of a pass besides its layers: embedding, masks, and head.
-OTHERS = 52
+OTHERS = 50
 
 
 @pytest.mark.fast(2)

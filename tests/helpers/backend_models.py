@@ -218,8 +218,8 @@ REASONS = {
     "experts chosen by token, and compressed keys": ["DeepseekV4"],
     "adapters chosen by language": ["Xmod"],
     "scores or masks of its own: biases by position, windows, hashes, lengths": [
-        "CpmAnt", "Doge", "Git", "Inkling", "Inkling2", "Inkling2Loop", "OpenAIGPTLMHeadModel", "ReformerModelWithLMHead",
-        "XLMWithLMHeadModel",
+        "CpmAnt", "Doge", "Git", "Inkling", "Inkling2", "Inkling2Loop", "OpenAIGPTLMHeadModel",
+        "ReformerModelWithLMHead", "XLMWithLMHeadModel",
     ],
     "several predictions of a token at once": ["Musicgen", "MusicgenMelody", "ProphetNet", "XLNetLMHeadModel"],
     "a table of rotations among its weights": ["RoFormer"],
