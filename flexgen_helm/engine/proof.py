@@ -37,12 +37,13 @@ from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
-from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
+from flexgen_helm.engine.sampler import log_normalizers
+from flexgen_helm.errors import DiskFullError, FlexgenError, Interrupted, UnprovedModelError, UsageError
 from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.miniature import HIDDEN, MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.request import GenerationRequest
@@ -58,8 +59,8 @@ _DEVIATION = 0.25
 # Sequences of a batch, and batches of a block: fewer than there are requests.
 _BLOCK = Policy(3, 2)
 _STEPS = 4
-# PyTorch's threads divide a row of as many numbers.
-_LARGE_VOCABULARY = 40_000
+# Logits of rows that are added up alone and together.
+_TRIAL_LOGITS = 1 << 23
 _PROOFS, _SCRATCH = "proofs.json", "proof-"
 _TABLE = Path(__file__).with_name("proved.json")
 # Whether the engine that is opened here is itself part of a proof.
@@ -138,15 +139,10 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
     for seed in SEEDS:
         try:
             differences.append(difference_of_miniature(content, config, seed, engine))
-        except Interrupted:
+        except (Interrupted, DiskFullError):
             raise
         except Exception as error:  # whatever building or running a model raises
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
-            if isinstance(error, (OSError, MemoryError)) or "os error" in reason:  # of the system, not of the model
-                raise FlexgenError(
-                    f"the small model that {name} is compared with cannot be made in {state_dir()}: {reason}; free "
-                    "room there, or let FLEXGEN_HELM_HOME name another folder"
-                ) from error
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
         if differences[0] < TOLERANCE:  # of the first seed
             break
@@ -185,10 +181,12 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
         why = f"attention to the KV cache of {model.precision.name} follows the batch; take 4bit, 8bit or fp16"
     elif not can_attend_caches(model.device, torch.float32) or not multiplies_as_stored(torch.float16):
         why = "compiled loops do not work here (flexgen-helm doctor says why), and PyTorch's sums follow the batch"
+    elif not _sums_alike(checkpoint.config.vocab_size):
+        why = "PyTorch's sums over the vocabulary follow the batch"
     elif checkpoint.config_content is not None and not _is_proving.get():
         report(ProgressPhase("prove", model.name))
         with (
-            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0], _LARGE_VOCABULARY) as (_, opened),
+            _small_model(checkpoint.config_content, checkpoint.config, SEEDS[0]) as (_, opened),
             _opened(engine, replace(opened, options=replace(opened.options, batch_invariant=True))) as small,
         ):
             asked = trial_requests(SEEDS[0])
@@ -200,6 +198,12 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
         raise UsageError(f"--batch-invariant does not hold for {model.name}: {why}")
 
 
+def _sums_alike(vocab_size: int) -> bool:
+    """Return whether rows of this vocabulary have the same log-sum-exp alone and together, with as many threads."""
+    rows = torch.randn((_TRIAL_LOGITS // vocab_size, vocab_size), generator=torch.Generator().manual_seed(0))
+    return torch.equal(log_normalizers(rows), torch.cat([log_normalizers(row) for row in rows.split(1)]))
+
+
 def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
     """Return the largest difference of a log-probability of a small model, `engine` against `transformers`."""
     with _small_model(content, config, seed) as (model, opened):
@@ -207,27 +211,26 @@ def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, see
 
 
 @contextmanager
-def _small_model(
-    content: Mapping[str, Any], config: ModelConfig, seed: int, vocabulary: int = VOCABULARY
-) -> Iterator[tuple[Any, OpenedModel]]:
+def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> Iterator[tuple[Any, OpenedModel]]:
     """Make a random small model of a kind: of transformers, and opened.
-
-    vocabulary: tokens, of which requests have the first `VOCABULARY`.
 
     Raises `FlexgenError` if no small model has every kind of layer.
     """
     with _quiet_transformers():
         for cls, small in miniatures(content, config):
-            if vocabulary > VOCABULARY:
-                small.vocab_size = vocabulary
             with torch.device("meta"):
                 model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
-            if (
-                sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-                <= MAX_WEIGHTS + 2 * HIDDEN * vocabulary
-            ):
+            if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
                 with torch.random.fork_rng(devices=[]), trial_folder() as folder:
-                    model = random_reference(cls, small, seed, Path(folder))
+                    try:
+                        model = random_reference(cls, small, seed, Path(folder))
+                    except Exception as error:
+                        if not isinstance(error, OSError) and "os error" not in str(error):
+                            raise
+                        raise DiskFullError(
+                            f"the small model that the model is compared with cannot be written to {folder}: {error}; "
+                            "free room there, or let FLEXGEN_HELM_HOME name another folder"
+                        ) from error
                     checkpoint = open_as(type(config), Path(folder))
                     options = EngineConfig(policy=_BLOCK, device="cpu", generation_config="ignore")
                     opened = OpenedModel(

@@ -15,7 +15,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.engine import proof
-from flexgen_helm.errors import UnprovedModelError
+from flexgen_helm.errors import DiskFullError, UnprovedModelError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.miniature import kind_text, layer_kinds, miniatures
 from flexgen_helm.models.transformers_backend import interfaces
@@ -241,6 +241,28 @@ def test_a_home_that_cannot_be_written_keeps_nothing_and_stops_nothing(home, tmp
     saved("SmolLM3ForCausalLM", tmp_path / "model")
     home.write_text("a file where the folder should be")
     Engine.from_pretrained(tmp_path / "model").close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (OSError(28, "No space left on device"), DiskFullError),
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), DiskFullError),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), UnprovedModelError),
+    ],
+)
+def test_an_error_of_the_system_is_none_of_the_model(home, tmp_path, monkeypatch, raised, expected):
+    """A full disk is told with its folder, and without advice to compute what is not proved."""
+
+    def fails(*given):
+        raise raised
+
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    monkeypatch.setattr(proof, "random_reference", fails)
+    with pytest.raises(expected) as caught:
+        Engine.from_pretrained(tmp_path / "model")
+    assert ("--unverified" in str(caught.value)) == (expected is UnprovedModelError)
+    assert expected is UnprovedModelError or str(home) in str(caught.value)
 
 
 def test_what_cannot_be_made_small_is_refused(home, tmp_path, monkeypatch):
