@@ -45,7 +45,9 @@ def in_bfloat16(model: TinyModel, folder: Path, change=lambda name, tensor: tens
     for file in folder.glob("*.safetensors"):
         tensors = {name: change(name, tensor.float()).bfloat16() for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
-    return TinyModel(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    return TinyModel(
+        folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    )
 
 
 def answered(model, asked=None, **settings):
