@@ -299,10 +299,12 @@ def largest_difference(
         results = small.run(asked)
     largest, config = 0.0, opened.checkpoint.config
     refused = str(token_refusal([*config.refused_ids], config))
-    for request, result in zip(asked, results):
+    # Without answers that went on behind such a token.
+    answered = [pair for pair in zip(asked, results) if pair[1].error is None or str(pair[1].error) != refused]
+    if len(answered) <= len(results) // 2:
+        raise FlexgenError(refused)
+    for request, result in answered:
         if result.error is not None:
-            if str(result.error) == refused:  # an answer that went on behind such a token
-                continue
             raise FlexgenError(str(result.error))
         prompt, answer = list(request.prompt_token_ids or ()), result.completions[0]
         with torch.no_grad():

@@ -482,11 +482,8 @@ def test_a_tied_head_is_known_by_its_own_name(name):
 def test_every_class_runs_or_is_refused_by_name():
     runs = (set(supported()) - set(REFUSED)) | (NATIVE | OTHER_CLASSES) & set(causal_classes())
     refused = refused_classes()
-    assert (
-        len(runs) > 0.8 * len(causal_classes())
-        and not runs & refused
-        and runs | refused == set(causal_classes()) | UNBUILT
-    )
+    assert not runs & refused and runs | refused == set(causal_classes()) | UNBUILT
+    assert len(runs) >= (145 if transformers.__version__ < "5.23" else 149)  # 5.20 has fewer classes
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,11 @@ def _elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def _pow(x: Any, exponent: Any) -> Tensor:
-    is_exact = exponent in (-2, -1, -0.5, 0.5, 1, 2, 3) if isinstance(exponent, (int, float)) else False
-    if is_exact or not (isinstance(x, Tensor) and x.dtype == torch.float32 and isinstance(exponent, float)):
+    is_number = isinstance(x, Tensor) and x.dtype == torch.float32 and isinstance(exponent, (int, float))
+    if not is_number or exponent in (-2, -1, -0.5, 0, 0.5, 1, 2, 3):  # products and roots
         return torch.pow(x, exponent)
+    if float(exponent).is_integer():  # of negative numbers, too
+        return torch.pow(x.double(), exponent).float()
     return torch.exp(torch.log(x.double()) * exponent).float()
 
 
@@ -55,16 +57,23 @@ def _pow(x: Any, exponent: Any) -> Tensor:
 _SUMMED_AT_ONCE = 1 << 15
 
 
+def _is_long(x: Tensor, given: Any, named: Any) -> bool:
+    """Whether rows are summed, and are longer than that."""
+    dim = (given or (named.get("dim"),))[0]
+    return x.dim() > 0 and x.shape[-1] > _SUMMED_AT_ONCE and dim in (-1, [-1], (-1,))
+
+
 def _sum(x: Tensor, *given: Any, **named: Any) -> Tensor:
-    if not x.dim() or x.shape[-1] <= _SUMMED_AT_ONCE or (given or (named.get("dim"),))[0] not in (-1, [-1], (-1,)):
+    if not _is_long(x, given, named):
         return torch.sum(x, *given, **named)
     first, rest = x.tensor_split([_SUMMED_AT_ONCE], -1)
     return torch.sum(first, *given, **named) + _sum(rest, *given, **named)
 
 
 def _mean(x: Tensor, *given: Any, **named: Any) -> Tensor:
-    is_long = x.dim() and x.shape[-1] > _SUMMED_AT_ONCE
-    return _sum(x, *given, **named) / x.shape[-1] if is_long else torch.mean(x, *given, **named)
+    if not _is_long(x, given, named):
+        return torch.mean(x, *given, **named)
+    return _sum(x, *given, **named) / x.shape[-1]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

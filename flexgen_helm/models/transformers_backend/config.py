@@ -227,7 +227,7 @@ class ModulesConfig(
 
 
 # Models of several parts that give placeholders the embedding of another token, even where there is no image.
-_REPLACE_PLACEHOLDERS = {"gemma4", "gemma4_unified", "granite_speech"}
+_REPLACE_PLACEHOLDERS = {"gemma4", "gemma4_unified", "granite_speech", "granite_speech_plus"}
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")
 _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
 
