@@ -118,6 +118,10 @@ class Job:
     def identity(self) -> tuple[ModelArguments, str, bool]:
         return self.model.engine_key, self.request.key, self.use_cache
 
+    @property
+    def has_failed(self) -> bool:
+        return self.future.done() and self.future.exception() is not None
+
 
 class SubmittedBlock:
     """Requests submitted together. Keeps their results until it is closed. A context manager."""
@@ -153,7 +157,7 @@ class SubmittedBlock:
 
     def responses(self) -> dict[str, Response]:
         """Return the responses so far, by key."""
-        done = (job for job in self._jobs if job.future.done() and job.future.exception() is None)
+        done = (job for job in self._jobs if job.future.done() and not job.has_failed)
         return {job.request.key: job.future.result() for job in done}
 
     def error(self) -> BaseException | None:
@@ -311,7 +315,10 @@ class Service:
                 if request.key in jobs:
                     continue
                 new = Job(model, request, use_cache)
-                job = jobs[request.key] = self._jobs.setdefault(new.identity, new)
+                job = self._jobs.get(new.identity, new)
+                if is_block and job.has_failed:  # a new block tries again; who asks for a part of this one does not
+                    job = new
+                jobs[request.key] = self._jobs[new.identity] = job
                 job.num_users += 1
                 if job is new:
                     now = time.monotonic()
@@ -493,7 +500,8 @@ class Service:
                     self._queue.append(job)
                 else:
                     job.future.set_exception(error)
-                    self._forget(job)
+                    if not job.num_users:
+                        self._forget(job)
 
 
 class LoneService(Service):

@@ -201,6 +201,23 @@ def test_one_bad_request_fails_alone_and_is_not_stored(bench: Bench) -> None:
     assert not bench.service.respond(MODEL, keyed(POISON)).is_cached
 
 
+def test_a_block_fails_once_however_late_its_parts_are_asked_for(bench: Bench) -> None:
+    bench.broken = True
+    requests = [keyed(str(i)) for i in range(5)]
+    with bench.service.submit(MODEL, requests) as block:
+        block.wait()
+        bench.broken = False
+        for request in requests:
+            with pytest.raises(RuntimeError, match="cannot load"):
+                bench.service.respond(MODEL, request)
+        assert bench.blocks == []
+        with bench.service.submit(MODEL, requests) as again:  # while the first one is held
+            again.wait()
+            assert again.error() is None and len(again.responses()) == 5
+            assert bench.service.respond(MODEL, requests[0]).result.completions
+    assert bench.blocks == [5] and not bench.service._jobs
+
+
 def test_nobody_waits_for_a_thread_that_has_died(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
