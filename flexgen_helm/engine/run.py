@@ -260,15 +260,14 @@ class Run:
             done.add(output.batch)
             self._on_batch(output)
 
-        def before_item(batch: Batch) -> bool:
+        def on_item(batch: Batch) -> None:
             self._answers.report(at_once=False)
             self._items_begun[batch] += 1
-            return should_stop()
 
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, on_batch, before_item, another_pass)
+                self._executor.run(batches, items, on_batch, on_item, should_stop, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
@@ -289,6 +288,7 @@ class Run:
                         f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
                         f"cannot be divided; {MEMORY_ADVICE}"
                     ) from error
+                self._executor.expert_tokens = max(batch.num_tokens for batch in halves)
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
                 self._items_begun.clear()

@@ -223,18 +223,21 @@ class WeightPrefetcher:
         return True
 
     @contextmanager
-    def using(self, stage: str) -> Iterator[StreamedRows]:
-        """Use the stage that is next in order, once; waits for each unit when it is asked for."""
+    def using(self, stage: str, is_repeated: bool = False) -> Iterator[StreamedRows]:
+        """Use the stage that is next in order, once; waits for each unit when it is asked for.
+
+        is_repeated: a matrix may be asked for more than once; the ring keeps all of the stage.
+        """
         assert self._visits and self._visits[0].stage == stage, f"{stage} is not the next visit"
         visit = self._visits[0]
-        assert visit.uses_left is not None
+        assert visit.uses_left is not None and (visit.keeps or not is_repeated)
         is_last = visit.uses_left == 1
 
         def rows(name: str) -> Iterator[tuple[int, Tensor]]:
             if visit.keeps:
                 for unit in [unit for unit in visit.units if unit.matrix.name == name]:
                     yield unit.first, self._loaded(unit)
-                    if is_last:
+                    if is_last and not is_repeated:
                         visit.units.remove(unit)
                         self._release(unit)
                 return

@@ -233,6 +233,10 @@ DEVICE_UPCAST_ELEMENTS = 256 << 20
 # CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
 SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 
+# Hidden states of a token on the compute tier while it waits for the experts of a layer: before the layer, behind its
+# attention, what experts are given, and the sum of what they return.
+WAITING_STATES = 4
+
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
