@@ -297,7 +297,7 @@ class Engine:
         size = run_size(distinct, cost, self._planner.searches, self.cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
         plan = (observer or pipeline).plan(partial(self._planner.plan, size, free))
-        report(PlanLine(plan.describe(len(distinct))))
+        report(PlanLine(plan.describe(len(distinct), size.prompt_tokens)))
         lanes, limits = [distinct], plan.limits
         if not pipeline.is_whole:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
