@@ -223,9 +223,6 @@ MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
 # Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
 # share of the bytes of the offloaded experts that were used.
 GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
-# Copies of a token's hidden state on the compute tier while offloaded experts multiply it with all others of its pass:
-# the state itself, the experts' input, and the sum of their results.
-EXPERT_COPIES = 3
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
