@@ -197,7 +197,7 @@ class Plan:
         def is_unbound(phase: str, sequences: int) -> bool:
             """Ask the largest block of as many batches, too, and the next one, which reads for one batch more."""
             batch = policy.gpu_batch_size
-            in_batch = min(batch, problem.max_batch_tokens / tokens[phase]) if phase == "prefill" else batch
+            in_batch = min(batch, problem.batch_tokens / tokens[phase]) if phase == "prefill" else batch
             next_size = int(-(-sequences // in_batch) * in_batch) + 1
             return all(
                 _slowest(of_size(size).seconds[phase]) != "disk_read" for size in (sequences, next_size - 1, next_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from flexgen_helm.planner.cost_model import (
     WeightReads,
     block_costs,
     pass_seconds,
+    stored_memory,
 )
 from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
@@ -51,6 +53,7 @@ class CostEstimate:
     block_s: from a sequence's admission to its end, at most; where all begin together, of the first block.
     seconds: phase -> resource or part of computing -> seconds of the first block, each as if it were alone.
     missing: tier -> bytes short.
+    passes: over the prompts of a block, or parts of a single pass whose experts are computed in turn.
     """
 
     prefill_s: float
@@ -62,6 +65,7 @@ class CostEstimate:
     memory: Mapping[Tier, TierMemory]
     missing: Mapping[Tier, int]
     bottleneck: str
+    passes: int = 1
 
     @property
     def feasible(self) -> bool:
@@ -177,12 +181,14 @@ def evaluate(
     if not problem.endless:
         shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
+    if not resident:
+        shape = replace(shape, passes=fewest_passes(problem, shape, fractions))
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
-    memory, missing = _memory(problem, costs, fractions)
+    memory, missing = _memory(problem, costs.memory, costs.workspace, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
         phase: {name: passes * float(form @ fractions) for name, form in times.items() if name not in CHANNELS}
@@ -190,7 +196,7 @@ def evaluate(
     }
     bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
     return CostEstimate(
-        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck
+        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck, shape.passes
     )
 
 
@@ -213,7 +219,10 @@ def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
     batches = max(1, min(shape.num_gpu_batches, -(-sequences // shape.gpu_batch_size)))
     batch_size = -(-sequences // batches)
     batches = -(-sequences // batch_size)  # 10 in up to 7 batches are five batches of 2
-    return BlockShape(batch_size, batches, shape.schedule, sequences if batch_size * batches > sequences else None)
+    count = sequences if batch_size * batches > sequences else None
+    return BlockShape(
+        batch_size, batches, shape.schedule, count, -int(-shape.passes * sequences // shape.num_sequences)
+    )
 
 
 def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> tuple[float, float]:
@@ -222,15 +231,35 @@ def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affin
     return prefill_s, pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
 
 
+def fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine, tiers: Sequence[Tier] = TIERS) -> int:
+    """Return the fewest passes over a block's prompts with which `tiers` have room, else the most there may be.
+
+    Weights are streamed.
+    """
+    most = problem.most_passes(shape)
+    if most == 1:
+        return 1
+    workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, shape.num_sequences)}
+
+    def fits(passes: int) -> bool:
+        memory = stored_memory(problem, replace(shape, passes=passes), resident=False)
+        return not any(tier in _memory(problem, memory, workspace, fractions)[1] for tier in tiers)
+
+    return 1 if fits(1) else 2 + bisect_left(range(2, most), True, key=fits)
+
+
 def _memory(
-    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
+    problem: PlanningProblem,
+    forms: Mapping[Tier, tuple[Affine, ...]],
+    workspaces: Mapping[Tier, float],
+    fractions: Affine,
 ) -> tuple[dict[Tier, TierMemory], dict[Tier, int]]:
     """Return peak, limit and workspace of each tier, and the missing bytes."""
     memory: dict[Tier, TierMemory] = {}
     missing: dict[Tier, int] = {}
     for tier in TIERS:
-        peak = max(float(form @ fractions) for form in costs.memory[tier])
-        limit, workspace = problem.limits[tier], costs.workspace[tier]
+        peak = max(float(form @ fractions) for form in forms[tier])
+        limit, workspace = problem.limits[tier], workspaces[tier]
         memory[tier] = TierMemory(int(peak), int(limit), int(workspace))
         short = max(peak - limit, peak + workspace - problem.capacity(tier))
         if short > max(1.0, 1e-6 * limit):

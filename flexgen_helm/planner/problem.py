@@ -30,6 +30,7 @@ from flexgen_helm.planner.placement import (
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
+    STREAMED_BATCH_TOKENS,
     TIERS,
     Kind,
     Machine,
@@ -37,7 +38,6 @@ from flexgen_helm.planner.placement import (
     StorageSizes,
     Tier,
     cache_sizes,
-    expert_slot_bytes,
     loader_buffer_bytes,
     staging_sizes,
     storage_sizes,
@@ -152,12 +152,14 @@ class BlockShape:
     """The shape of a block: sequences of a batch, batches, and the order of the work.
 
     count: sequences that the block really has; None where all batches are full.
+    passes: over the prompts, each of as many of them; of a single pass, parts whose experts are computed in turn.
     """
 
     gpu_batch_size: int
     num_gpu_batches: int
     schedule: Schedule
     count: float | None = None
+    passes: int = 1
 
     @property
     def num_sequences(self) -> float:
@@ -339,11 +341,23 @@ class PlanningProblem:
             return tokens
         return tokens * experts.per_token / (experts.count * self.experts_used(tokens))
 
+    def most_passes(self, shape: BlockShape) -> int:
+        """Return how often a block's prompts may be divided so that offloaded experts have room for their tokens.
+
+        A pass has a sequence at least, and its prompts three times as many tokens as sequences decode along.
+        """
+        if self.config.experts is None or not shape.schedule.reads_once:
+            return 1
+        if shape.schedule.is_single_pass:
+            return self.workload.num_sequences
+        decodes = self.workload.output > 1
+        return max(1, int(min(shape.num_sequences, self.workload.computed / 3 if decodes else math.inf)))
+
     @cached_property
-    def keeps_experts(self) -> bool:
-        """Whether all experts of a layer stay in their slots while the batches of a pass visit it."""
-        experts = self.config.experts
-        return experts is not None and self.staging.experts >= experts.count * expert_slot_bytes(self.storage)
+    def batch_tokens(self) -> int:
+        """Prompt tokens of one batch: fewer where experts are offloaded."""
+        streams = self.config.experts is not None and self.stored_bytes > self.ranks * self.limits[self.compute_tier]
+        return min(self.max_batch_tokens, STREAMED_BATCH_TOKENS) if streams else self.max_batch_tokens
 
     @cached_property
     def offloads_only_experts(self) -> bool:
@@ -505,7 +519,7 @@ class PlanningProblem:
         sequences: of the block.
         """
         workload, workspace = self.workload, self.workspace
-        most = max(self.max_batch_tokens, workload.longest_prompt)
+        most = max(self.batch_tokens, workload.longest_prompt)
         prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
         decoding = min(sequences, shape.gpu_batch_size)
         largest = max(

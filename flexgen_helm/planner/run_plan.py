@@ -147,7 +147,8 @@ class RunMemory:
         policy = self.policy
         if policy is not None:
             blocks = LONG_BLOCKS if self.is_searched and self._page_tokens else 1
-            return MAX_BATCH_TOKENS, policy.gpu_batch_size, blocks * policy.block_size
+            tokens = STREAMED_BATCH_TOKENS if self._has_experts else MAX_BATCH_TOKENS
+            return tokens, policy.gpu_batch_size, blocks * policy.block_size
         if self.placement.streams_weights:
             return STREAMED_BATCH_TOKENS, STREAMED_BATCH_TOKENS, UNLIMITED
         least = LONG_MAX_SEQUENCES if self._page_tokens else 0
@@ -258,10 +259,14 @@ class RunMemory:
 
     @cached_property
     def _windows_bytes(self) -> float:
-        """Bytes for residual windows of an offloaded cache, which stay on the compute tier: half of its room."""
+        """Bytes for residual windows of an offloaded cache, which stay on the compute tier.
+
+        Half of its room, or those of the planned block.
+        """
         if not self.cache.window_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
-        return max(self._available[self._compute_tier] / 2, self.cache.window_bytes)
+        room, block = self._available[self._compute_tier], 1 if self.policy is None else self.policy.block_size
+        return max(room / 2, min(room, block * self.cache.window_bytes), self.cache.window_bytes)
 
     @cached_property
     def cache_bytes(self) -> dict[Tier, float]:

@@ -23,6 +23,7 @@ from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
     cache_blocks,
+    fewest_passes,
     placed_fractions,
     predict,
     shrunk,
@@ -41,6 +42,7 @@ from flexgen_helm.planner.problem import (
     Affine,
     BlockShape,
     PlanningProblem,
+    fraction_vector,
     fractions_by_kind,
 )
 from flexgen_helm.quant.precisions import PRECISIONS
@@ -57,6 +59,8 @@ _NOISE = 1e-6
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 _NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Passes over the prompts that the best candidates are tried with, as multiples of the fewest that have room.
+_MORE_PASSES = (2, 4, 8)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
@@ -104,8 +108,9 @@ def search(
     quick enough.
     """
     candidates = _candidates(problem, schedules, max_latency, fixed)
-    finished = (_finish(problem, candidate, max_latency) for candidate in candidates)
-    solutions = list(islice(filter(None, finished), _ROUNDED))
+    finished = filter(None, (_finish(problem, candidate, max_latency) for candidate in candidates))
+    wanted = (found for found in finished if _is_wanted(found.schedule, found.prediction.passes, schedules))
+    solutions = list(islice(wanted, _ROUNDED))
     if not solutions:
         raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
     # Of equals, one pass for all shares most, and small blocks end first.
@@ -128,20 +133,48 @@ def _candidates(
     problem: PlanningProblem, schedules: Sequence[Schedule], max_latency: float | None, fixed: Policy | None
 ) -> list[Candidate]:
     """Solve the program of every block shape; the best first."""
-    solved: list[Candidate] = []
+    solved = [
+        candidate
+        for shape in _shapes(problem, schedules)
+        for candidate in _solve(problem, shape, fixed)
+        if _is_wanted(shape.schedule, candidate.costs.shape.passes, schedules)
+    ]
+    found = _best_first(problem, solved, max_latency)
+    # More passes leave more of the compute tier to weights and cache, which each decode step reads.
+    shapes = {candidate.costs.shape for candidate in found[:_ROUNDED] if not candidate.costs.resident}
+    more = [
+        candidate
+        for shape in sorted(shapes, key=lambda shape: (shape.num_sequences, shape.num_gpu_batches))
+        for passes in (factor * shape.passes for factor in _MORE_PASSES)
+        if passes <= problem.most_passes(shape) and not shape.schedule.is_single_pass
+        for candidate in _solve(problem, replace(shape, passes=passes), fixed)
+        if not candidate.costs.resident
+    ]
+    return _best_first(problem, found + more, max_latency) if more else found
+
+
+def _is_wanted(schedule: Schedule, passes: int, schedules: Sequence[Schedule]) -> bool:
+    """Whether a schedule that nobody asked for may be chosen: a single pass reads each expert once."""
+    return passes == 1 or not schedule.is_single_pass or len(schedules) == 1
+
+
+def _best_first(
+    problem: PlanningProblem, candidates: Iterable[Candidate], max_latency: float | None
+) -> list[Candidate]:
+    """Return the candidates that are quick enough, with the seconds of their last block."""
+    kept: list[Candidate] = []
     num_sequences = problem.workload.num_sequences
-    for shape in _shapes(problem, schedules):
-        for candidate in _solve(problem, shape, fixed):
-            costs = candidate.costs
-            block_s = candidate.seconds_per_sequence * costs.sequences
-            if max_latency is not None and block_s > max_latency * (1 + _SLACK):
-                continue
-            if not problem.endless and num_sequences % costs.sequences:  # the last block is smaller
-                total_s = workload_seconds(problem, costs, candidate.fractions)
-                candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
-            solved.append(candidate)
+    for candidate in candidates:
+        costs = candidate.costs
+        block_s = candidate.seconds_per_sequence * costs.sequences
+        if max_latency is not None and block_s > max_latency * (1 + _SLACK):
+            continue
+        if not problem.endless and num_sequences % costs.sequences:  # the last block is smaller
+            total_s = workload_seconds(problem, costs, candidate.fractions)
+            candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
+        kept.append(candidate)
     return sorted(
-        solved,
+        kept,
         key=lambda found: (
             _rank(found.seconds_per_sequence), found.costs.shape.num_sequences, found.costs.shape.num_gpu_batches
         ),
@@ -190,14 +223,18 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
 def _solve(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None) -> Iterator[Candidate]:
     """Solve the programs of one block shape: with weights that are streamed, and with resident ones if there is room.
 
+    Streamed experts take at least as many passes as have room.
     fixed: a policy whose weights are loaded already.
     """
-    tier = problem.compute_tier
+    tier, passes = problem.compute_tier, shape.passes
+    if problem.most_passes(shape) > passes == 1:
+        farthest = replace(fixed or Policy(1, 1, wc=0.0), cg=0.0, cc=float(tier == "gpu"), hg=0.0, hc=1.0)
+        passes = fewest_passes(problem, shape, fraction_vector(farthest, tier == "gpu"), (tier,))
     loaded = None if fixed is None else tier_fractions(fixed, "weights", tier == "gpu")
     for resident in (False, True):
         if resident and (problem.stored_bytes > problem.usable(tier) or (loaded and loaded[tier] < 1)):
             continue
-        costs = block_costs(problem, shape, resident)
+        costs = block_costs(problem, replace(shape, passes=1 if resident else passes), resident)
         bounds = _bounds(problem, 2)
         if resident:
             bounds[WEIGHTS[tier]] = (1.0, 1.0)
@@ -339,6 +376,7 @@ def _explain_infeasible(
 
 def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, str]:
     """Say how many bytes a block needs and has on the tier that misses most, and what helps."""
+    shape = replace(shape, passes=problem.most_passes(shape))
     costs = block_costs(problem, shape)
     fractions, missing = _least_missing(problem, costs)
     tier = max(TIERS, key=lambda tier: missing[tier])
