@@ -40,6 +40,8 @@ RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 CHANNELS = ("disk", "link")
 # Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
 PassTimes = Mapping[str, Affine]
+# Tokens of a pass in whole prompts, and of blocks in whole batches, for each that would have room.
+_WHOLE = 1.02
 # A batch smaller than this is a rounding error.
 _ROUNDING = 1e-9
 
@@ -426,7 +428,7 @@ def stored_memory(problem: PlanningProblem, shape: BlockShape, resident: bool) -
             gathered += lane_sequences  # those that decode along
         # In a single pass as much again is left to shared prefixes, and states at rest.
         states = (WAITING_STATES + 1) / EXPERTS_SHARE if is_single_pass else WAITING_STATES
-        together = affine(gathered * token_bytes * states)
+        together = affine(_WHOLE * gathered * token_bytes * states)
         staging[problem.compute_tier] = tuple(form + together for form in staging[problem.compute_tier])
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:

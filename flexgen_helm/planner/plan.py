@@ -17,7 +17,7 @@ from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
-from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, placed_weights, predict, weight_reads
+from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, predict, weight_reads
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem, fractions_by_kind
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.quant.precisions import Precision, precision_named
@@ -187,7 +187,7 @@ class Plan:
         a_byte_a_second = replace(hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0))
         read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
         fractions, endless = placed_fractions(problem, policy), replace(problem, endless=True)
-        reads = weight_reads(problem, placed_weights(problem, policy), fractions)
+        reads = weight_reads(problem, policy, fractions)
 
         def of_size(sequences: int) -> CostEstimate:
             batch = min(policy.gpu_batch_size, sequences)

@@ -31,7 +31,15 @@ from flexgen_helm.planner.placement import (
     tier_fractions,
 )
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Schedule
-from flexgen_helm.planner.problem import COLUMNS, WEIGHTS, Affine, BlockShape, PlanningProblem, fraction_vector
+from flexgen_helm.planner.problem import (
+    COLUMNS,
+    WEIGHTS,
+    Affine,
+    BlockShape,
+    PlanningProblem,
+    fraction_vector,
+    matrix_kinds,
+)
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,13 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
     rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
     """
     shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule)
-    placed = placed_weights(problem, policy)
     if rounded:
-        fractions = _with_placed(problem, policy, placed)
+        fractions = placed_fractions(problem, policy)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
     # Without reads a tier has the same share of every matrix. Experts are not divided: each is on one tier.
     has_reads = rounded or problem.config.experts is not None
-    return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if has_reads else None)
+    return evaluate(problem, shape, fractions, weight_reads(problem, policy, fractions) if has_reads else None)
 
 
 def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
@@ -101,25 +108,15 @@ def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
     return blocks
 
 
-def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
-    """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
-    return _with_placed(problem, policy, placed_weights(problem, policy))
-
-
-def placed_weights(problem: PlanningProblem, policy: Policy) -> Mapping[str, Tier]:
-    """Return the tier of each matrix."""
-    fractions = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
-    return _placed(problem.storage, tuple(fractions.items()))
-
-
 @lru_cache(maxsize=16)  # blocks of many shapes, and scenarios of a suite, place weights alike
 def _placed(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> Mapping[str, Tier]:
     return choose_tiers(storage.matrices, dict(fractions))
 
 
-def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str, Tier]) -> Affine:
-    """Return the fractions of placed weights and of whole cache blocks."""
+def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
+    """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
     has_gpu = problem.compute_tier == "gpu"
+    weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
     cache = {str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))}
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
@@ -132,12 +129,23 @@ def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str,
     return fractions
 
 
-def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions: Affine) -> dict[Tier, WeightReads]:
+def weight_reads(problem: PlanningProblem, policy: Policy, fractions: Affine) -> dict[Tier, WeightReads]:
     """Return what passes read of each tier's weights, per share that `fractions` says the tier has."""
-    sums = {tier: Counter[str]() for tier in TIERS}  # by the fields of `WeightReads`
-    experts: set[str] = set()
-    for name, kind in problem.matrix_kinds.items():
-        reads, num_bytes = sums[placed[name]], problem.storage.matrices[name]
+    placed = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
+    shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
+    return {
+        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
+        for tier, reads in _read_bytes(problem.storage, tuple(placed.items())).items()
+    }
+
+
+@lru_cache(maxsize=16)
+def _read_bytes(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> dict[Tier, Counter[str]]:
+    """Return what passes read of each tier, by the fields of `WeightReads`."""
+    sums = {tier: Counter[str]() for tier in TIERS}
+    placed, experts = _placed(storage, fractions), set[str]()
+    for name, kind in matrix_kinds(storage.config).items():
+        reads, num_bytes = sums[placed[name]], storage.matrices[name]
         if kind == "layer":
             reads["layer_bytes"] += num_bytes
             reads["matrices"] += 1
@@ -147,11 +155,7 @@ def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions
             reads["expert_bytes"] += num_bytes
             reads["experts"] += kind not in experts
             experts.add(kind)
-    shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
-    return {
-        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
-        for tier, reads in sums.items()
-    }
+    return sums
 
 
 def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:

@@ -79,6 +79,23 @@ def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
     return {kind: {tier: float(fractions[columns[tier]]) for tier in TIERS} for kind, columns in COLUMNS.items()}
 
 
+@lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model
+def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
+    """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
+    kinds = {}
+    for stage in stage_names(config):
+        kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
+        for name, shape in config.stage_tensors(stage):
+            if len(shape) > 1:
+                kinds[name] = "head" if name == EMBED_TABLE and borrows_table(config) else expert_of(name) or kind
+    return kinds
+
+
+def borrows_table(config: ModelConfig) -> bool:
+    """Whether the head multiplies with the embedding's table."""
+    return config.tied_head and config.has_embedding
+
+
 # How many experts of a layer a batch uses: what is read of a mixture that is offloaded.
 
 # Largest exponent that is fitted: then a few experts do all the work.
@@ -292,17 +309,6 @@ class PlanningProblem:
         )
         return sum(1 for _ in names) / self.config.num_layers
 
-    @cached_property
-    def matrix_kinds(self) -> Mapping[str, str]:
-        """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
-        kinds = {}
-        for stage in stage_names(self.config):
-            kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
-            for name, shape in self.config.stage_tensors(stage):
-                if len(shape) > 1:
-                    kinds[name] = "head" if name == EMBED_TABLE and self._borrows_table else expert_of(name) or kind
-        return kinds
-
     # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all layers. ---
     @cached_property
     def layer_expert_bytes(self) -> float:
@@ -367,18 +373,13 @@ class PlanningProblem:
 
     @cached_property
     def head_elements(self) -> int:
-        tied = self.config.vocab_size * self.config.embed_size if self._borrows_table else 0
+        tied = self.config.vocab_size * self.config.embed_size if borrows_table(self.config) else 0
         return self._stage_elements(HEAD) + tied if self.config.has_head else 0
 
     @cached_property
     def head_bytes(self) -> int:
-        tied = self.storage.matrices[EMBED_TABLE] if self._borrows_table else 0
+        tied = self.storage.matrices[EMBED_TABLE] if borrows_table(self.config) else 0
         return self.storage.stages[HEAD][0] + tied if self.config.has_head else 0
-
-    @property
-    def _borrows_table(self) -> bool:
-        """Whether the head multiplies with the embedding's table."""
-        return self.config.tied_head and self.config.has_embedding
 
     def _stage_elements(self, stage: str) -> int:
         return sum(math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1)
