@@ -240,18 +240,6 @@ class Decoder:
             inner = self._activation(up) if inner is None else inner
         return weights.linear(f"{name}.down", inner)
 
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select, from the hidden states [T, H] before it.
-
-        Its router sees them without the layer's attention, which changes them little. Returns the largest weight that
-        any token would give to each expert, 0 where no token would select it [E]; None for a layer without experts.
-        """
-        moe = self.config.moe(layer)
-        if moe is None:
-            return None
-        x = self._norm(weights, "mlp_norm", hidden) if RESIDUALS[self.config.residual].input_norm else hidden
-        return self._route(weights, moe, x).largest_weights()
-
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
         """Each token x [T, H] through the experts of its K largest router probabilities."""
 
