@@ -303,7 +303,7 @@ class Engine:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
         answers = ResultCollector(len(requests), on_result, self._reporter(progress))
         with self._stores(plan) as (cache, activations):
-            executor = Executor(self._model, cache, activations, observer)
+            executor = Executor(self._model, cache, activations, observer, plan.expert_tokens)
             try:
                 for index, error in prepared.refused.items():
                     answers.deliver(index, GenerationResult(error=error))

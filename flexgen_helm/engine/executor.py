@@ -38,7 +38,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import UNLIMITED, WAITING_STATES, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
@@ -490,7 +490,7 @@ class Executor:
             batch = current.batches[left[0].batch]
             waiting = None
             if num_tokens:  # the first one's is workspace
-                num_bytes = WAITING_STATES * batch.num_tokens * self._config.state_size * decoder.dtype.itemsize
+                num_bytes = EXPERT_COPIES * batch.num_tokens * self._config.state_size * decoder.dtype.itemsize
                 waiting = self._activations.claim_waiting(num_bytes)
                 if waiting is None or num_tokens + batch.num_tokens > self.expert_tokens:
                     self._activations.release(waiting)

@@ -187,13 +187,25 @@ class Decoder:
     def _layer(
         self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
     ) -> Tensor:
-        config, rope = self.config, self.config.layer_rope(layer)
-        residual, moe = RESIDUALS[config.residual], config.moe(layer)
+        residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
 
         def mlp(x: Tensor) -> Tensor:
             return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
 
-        x = self._norm(weights, "attn_norm", hidden) if residual.input_norm else hidden
+        # Nothing that is needed no more is kept under a name, because a batch may wait in its mixture.
+        if residual.parallel:
+            x = layer_rows.add(self._attention(weights, layer, hidden, rotary, attend), hidden)
+            return layer_rows.add(x, mlp(self._norm(weights, "mlp_norm", hidden)))
+        hidden = self._add(weights, "attn", self._attention(weights, layer, hidden, rotary, attend), hidden)
+        return self._add(
+            weights, "mlp", mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden), hidden
+        )
+
+    def _attention(
+        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
+    ) -> Tensor:
+        config, rope = self.config, self.config.layer_rope(layer)
+        x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
         if config.qk_norm and config.qk_norm_all_heads:
             q = self._norm(weights, "attn.q_norm", q.flatten(1)).view_as(q)
@@ -202,12 +214,7 @@ class Decoder:
             q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
             q, k = layer_rows.rotate(q, *rotary[rope]), layer_rows.rotate(k, *rotary[rope])
-        x = weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
-        if residual.parallel:
-            return layer_rows.add(layer_rows.add(x, hidden), mlp(self._norm(weights, "mlp_norm", hidden)))
-        hidden = self._add(weights, "attn", x, hidden)
-        x = mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden)
-        return self._add(weights, "mlp", x, hidden)
+        return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
@@ -239,18 +246,6 @@ class Decoder:
             inner = layer_rows.gate(self.config.activation, up)
             inner = self._activation(up) if inner is None else inner
         return weights.linear(f"{name}.down", inner)
-
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select, from the hidden states [T, H] before it.
-
-        Its router sees them without the layer's attention, which changes them little. Returns the largest weight that
-        any token would give to each expert, 0 where no token would select it [E]; None for a layer without experts.
-        """
-        moe = self.config.moe(layer)
-        if moe is None:
-            return None
-        x = self._norm(weights, "mlp_norm", hidden) if RESIDUALS[self.config.residual].input_norm else hidden
-        return self._route(weights, moe, x).largest_weights()
 
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
         """Each token x [T, H] through the experts of its K largest router probabilities."""

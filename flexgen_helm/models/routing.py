@@ -48,11 +48,6 @@ class RoutedTokens:
     expert: Callable[[int, Tensor], Tensor]
     weighs_input: bool = False
 
-    def largest_weights(self) -> Tensor:
-        """Return the largest share that any token gives to each expert, 0 where none selects it; [E] in float32."""
-        shares = self.weights.flatten().float()
-        return shares.new_zeros(self.num_experts).scatter_reduce_(0, self.selected.flatten(), shares, "amax")
-
 
 def run_together(batches: Iterable[Callable[[], Tensor]], announce: Announce) -> Generator[Tensor, None, None]:
     """Run a layer for each batch, and their experts together; yield what each returns, in order.
@@ -109,8 +104,7 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     sizes = [len(batch.x) for batch in batches]
     numbers = [batch.selected.flatten() * count + index for index, batch in enumerate(batches)]
     keys, order = torch.cat(numbers).sort(stable=True)  # by expert, then by batch; each token K times
-    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).to(device)
-    tokens = order // per_token - starts[keys % count]  # within their batches
+    tokens = torch.cat([torch.arange(size, device=device) for size in sizes])[order // per_token]
     shares = torch.cat([batch.weights.flatten() for batch in batches])[order, None].to(first.x.dtype)
     edges = torch.searchsorted(keys, torch.arange(first.num_experts * count + 1, device=device))
     bounds = edges.tolist()  # the one wait for a device

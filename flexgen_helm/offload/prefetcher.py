@@ -180,7 +180,6 @@ class WeightPrefetcher:
         self._ring, self._tiers = ring, tiers
         self._visits: deque[_Visit] = deque()
         self._queue: deque[Unit] = deque()  # those that the ring has no room for yet
-        self._loading: set[Unit] = set()
 
     @property
     def wants_more(self) -> bool:
@@ -191,11 +190,6 @@ class WeightPrefetcher:
     def has_expected(self) -> bool:
         """Whether visits of a pass that had not begun are announced, whose uses are still to be said."""
         return any(visit.uses_left is None for visit in self._visits)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no unit is on its way; any thread may ask."""
-        return not self._loading
 
     def start(self, stage: str, matrices: Sequence[StreamedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
@@ -271,19 +265,15 @@ class WeightPrefetcher:
         while self._queue and (slot := self._ring.acquire(self._queue[0].ring_bytes)) is not None:
             unit = self._queue.popleft()
             unit.slot = slot
-            self._loading.add(unit)
             load = partial(self._load, unit, slot)
             unit.rows = self._tiers.submit("weights loader", load, NUM_LOADERS)
 
     def _load(self, unit: Unit, slot: RingSlot) -> Tensor:
         """Runs in a background thread."""
-        try:
-            with self._tiers.stats.timed("load_weights"):
-                if slot.after is not None:
-                    slot.after.synchronize()
-                return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
-        finally:
-            self._loading.discard(unit)
+        with self._tiers.stats.timed("load_weights"):
+            if slot.after is not None:
+                slot.after.synchronize()
+            return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
 
     def _loaded(self, unit: Unit) -> Tensor:
         assert unit.rows is not None, "all units before it are released, so the ring has room"

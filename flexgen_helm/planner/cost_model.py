@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import EXPERTS_SHARE, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, WAITING_STATES, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, EXPERTS_SHARE, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -427,7 +427,7 @@ def stored_memory(problem: PlanningProblem, shape: BlockShape, resident: bool) -
         if shape.passes > 1 and not is_single_pass and workload.output > 1:
             gathered += lane_sequences  # those that decode along
         # In a single pass as much again is left to shared prefixes, and states at rest.
-        states = (WAITING_STATES + 1) / EXPERTS_SHARE if is_single_pass else WAITING_STATES
+        states = (EXPERT_COPIES + 1) / EXPERTS_SHARE if is_single_pass else EXPERT_COPIES
         together = affine(_WHOLE * gathered * token_bytes * states)
         staging[problem.compute_tier] = tuple(form + together for form in staging[problem.compute_tier])
     memory: dict[Tier, tuple[Affine, ...]] = {}

@@ -221,9 +221,9 @@ MAX_PENDING_STORE_BYTES = 64 << 20
 # Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and their buffer, and
 # fetches and theirs.
 MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
-# Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
-# share of the bytes of the offloaded experts that were used.
-GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
+# Copies of a token's hidden state on the compute tier while it waits in a layer for the experts of all tokens of its
+# pass: before the layer, behind its attention, what experts are given, and the sum of their results.
+EXPERT_COPIES = 4
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
@@ -233,10 +233,6 @@ DEVICE_UPCAST_ELEMENTS = 256 << 20
 # Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence. On
 # CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
 SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
-
-# Hidden states of a token on the compute tier while it waits for the experts of a layer: before the layer, behind its
-# attention, what experts are given, and the sum of what they return.
-WAITING_STATES = 4
 
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.

@@ -14,6 +14,7 @@ from flexgen_helm.planner.placement import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
+    EXPERT_COPIES,
     EXPERTS_SHARE,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
@@ -29,7 +30,6 @@ from flexgen_helm.planner.placement import (
     TIER_PLACES,
     TIERS,
     UNLIMITED,
-    WAITING_STATES,
     CacheSizes,
     Fractions,
     SchedulerLimits,
@@ -181,7 +181,7 @@ class RunMemory:
         copies = self.placement.activations
         if not self._has_experts:
             return copies
-        return {**copies, self._compute_tier: WAITING_STATES + self.schedule.is_single_pass}  # and one at rest
+        return {**copies, self._compute_tier: EXPERT_COPIES + self.schedule.is_single_pass}  # and one at rest
 
     @cached_property
     def expert_tokens(self) -> int:
@@ -297,7 +297,7 @@ class RunPlan:
     cache, activations: fractions of the KV cache and of the hidden states by tier.
     limits: what a pass may hold.
     cache_room: bytes of each tier that cache blocks may take.
-    expert_tokens: the most tokens whose experts are computed together, each with `WAITING_STATES` hidden states on the
+    expert_tokens: the most tokens whose experts are computed together, each with `EXPERT_COPIES` hidden states on the
         compute tier; `UNLIMITED` where no experts are offloaded from it.
     """
 

@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.experts import ExpertStreamer
+from tests.helpers.backend_models import off, saved
 from tests.helpers.dummy_mixture import write_mixture
 from tests.helpers.offload import MIB, offloaded, tiers_of, with_expert_slots, within, workload
-from tests.helpers.parity import assert_same
-from tests.helpers.shares import share_of
+from tests.helpers.parity import TOLERANCE, assert_same
+from tests.helpers.shares import share, share_of
 from tests.helpers.tiny_models import VOCABULARY
 
 SIZE = 64
@@ -316,6 +318,49 @@ def test_a_block_reads_each_expert_once_a_layer_in_the_order_of_the_files(many_e
     assert len(reads) == len(set(reads)) == 3 * len(experts), "each matrix once"
     if not overlap:  # else two threads read at a time
         assert reads == sorted(reads)
+
+
+MIXTURES = (
+    "Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
+    "Llama4ForCausalLM", "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "JambaForCausalLM",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", share(MIXTURES, 3))
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_path, read_of_experts, monkeypatch):
+    """By equations and by modules, also with states and shared prefixes; the values are those of `transformers`."""
+    model, passes, together = saved(name, tmp_path / "model"), [], []
+    honest_run, honest_steps = Executor.run, Executor._steps
+
+    def run(self, *arguments):
+        read_of_experts.clear()
+        honest_run(self, *arguments)
+        passes.append(max(read_of_experts.values(), default=0))
+
+    def steps(self, items):
+        found = honest_steps(self, items)
+        together.append(max(map(len, found)))
+        return found
+
+    monkeypatch.setattr(Executor, "run", run)
+    monkeypatch.setattr(Executor, "_steps", steps)
+    with_expert_slots(monkeypatch, 2)
+    asked = [
+        GenerationRequest(prompt_token_ids=[*[7, 9, 11, 7, 5, 3, 8][: 7 * (i % 2)], *range(3 + i, 6 + 3 * i)],
+                          max_tokens=4, echo_logprobs=True, ignore_eos=True)
+        for i in range(9)
+    ]  # fmt: skip
+    options = dict(device=device, limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB), offload_dir=tmp_path / "tiers")
+    with Engine.from_pretrained(
+        tmp_path / "model", unverified=True, policy="2x5,0,0,0,100,0,50", schedule="zigzag", **options
+    ) as engine:
+        results = engine.run(asked)
+        for ledger in engine._tiers.ledgers.values():
+            ledger.check()
+    assert max(off(model, result) for result in results) < TOLERANCE
+    assert set(passes) <= {0, 1} and max(passes) == 1, passes
+    assert max(together) >= 3, "or nothing was shared"
 
 
 @settings(max_examples=share_of(12, 3))

@@ -140,24 +140,6 @@ class TransformersDecoder:
         with self._stage(weights, self._outside["head"]), self._functions:
             return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
 
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
-        layer += self.config.layers_before
-        kind, modules = self._modules.kind(layer), self._model.layers[layer]
-        if not kind.router or self._modules.streams > 1:
-            return None
-        x = self._state.hidden(hidden)
-        with (
-            self._stage(weights, self._inside[layer]),
-            self._functions,
-            self._model.bound(None, _end_with_selection),
-        ):
-            try:
-                modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
-            except _SelectionError:
-                return None
-        return None
-
     def _tensors_of(self, module: nn.Module, shapes: Shapes) -> list[_ModuleTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
         found = []
@@ -244,18 +226,6 @@ def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         return TransformersDecoder(config, device, dtype)
     assert isinstance(config, DecoderConfig)
     return Decoder(config, device, dtype)
-
-
-class _SelectionError(Exception):
-    """Experts are selected: what they would compute is not wanted."""
-
-    def __init__(self, call: ExpertsCall) -> None:
-        super().__init__()
-        self.call = call
-
-
-def _end_with_selection(call: ExpertsCall) -> Tensor:
-    raise _SelectionError(call)
 
 
 # Norms of `transformers` take up to eight operations, ours one.
