@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from flexgen_helm.files import count, duration, size
-from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, time_left
+from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, reading, time_left
 from flexgen_helm.request import Progress
 from flexgen_helm.terminal import fill_for, is_terminal
 
@@ -35,18 +35,14 @@ _MAX_WIDTH = 100
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class _Data:
-    """Stdout of a command with a panel: the first write removes the panel."""
+class _Stream:
+    """A stream of the process with another way to write."""
 
-    def __init__(self, stdout: TextIO, remove: Callable[[], None]) -> None:
-        self._stdout, self._remove = stdout, remove
-
-    def write(self, text: str) -> int:
-        self._remove()
-        return self._stdout.write(text)
+    def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
+        self._stream, self.write = stream, write
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stdout, name)
+        return getattr(self._stream, name)
 
 
 class Screen:
@@ -71,6 +67,7 @@ class Screen:
         self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
+        self._above = self.stderr  # the panel, if there is one
         self._ended = threading.Event()
 
     def __enter__(self) -> Screen:
@@ -81,7 +78,9 @@ class Screen:
             if self._is_terminal:
                 show = self._show_panel
                 if self._log is None:
-                    resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
+                    data, messages = _Stream(self.stdout, self._write_data), _Stream(self.stderr, self._write_message)
+                    resources.enter_context(redirect_stdout(cast(TextIO, data)))
+                    resources.enter_context(redirect_stderr(cast(TextIO, messages)))
             else:
                 show = self._print_lines
             thread = threading.Thread(target=show, name="screen", daemon=True)
@@ -99,7 +98,7 @@ class Screen:
         with self._panel_lock:
             if self._live is not None:
                 self._live.stop()
-                self._live = None
+                self._live, self._above = None, self.stderr
 
     @property
     def elapsed_s(self) -> float:
@@ -143,6 +142,15 @@ class Screen:
             else:
                 print(text, file=self.stderr, flush=True)
 
+    def _write_data(self, text: str) -> int:
+        self.close()
+        return self.stdout.write(text)
+
+    def _write_message(self, text: str) -> int:
+        """Write above the panel, whenever it appears: a logger keeps the stderr that it finds."""
+        with self._panel_lock:
+            return self._above.write(text)
+
     def _active(self) -> list[ProgressPhase | Progress]:
         """Return what is going on; a thread that finished its stage waits for another one."""
         with self._lock:
@@ -162,6 +170,7 @@ class Screen:
         if self._log is None and self._ended.wait(_PANEL_AFTER_S):
             return
         from rich.console import Console
+        from rich.file_proxy import FileProxy
         from rich.live import Live
 
         width = min(_MAX_WIDTH, Console(file=self.stderr).width)
@@ -174,8 +183,9 @@ class Screen:
                     refresh_per_second=_REFRESHES_PER_S,
                     transient=True,
                     redirect_stdout=False,  # stdout is for data
-                    redirect_stderr=self._log is None,
+                    redirect_stderr=False,
                 )
+                self._above = cast(TextIO, FileProxy(console, self.stderr))
                 self._live.start(refresh=True)
 
     def _draw(self) -> RenderableType:
@@ -199,6 +209,7 @@ class Screen:
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
                 of = f"{self._model.precision}: " if self._model and self._number else ""
                 notes += [f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}", self._plan]
+                notes.append(reading(activity))
                 held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")

@@ -45,6 +45,7 @@ class ResultCollector:
         self._began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
+        self.num_passes, self.layer, self.num_layers = 0, 0, 0  # of `Progress`
         self.runs: list[Run] = []
 
     def deliver(self, index: int, result: GenerationResult) -> None:
@@ -68,7 +69,8 @@ class ResultCollector:
             return
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
-        self._progress(Progress(tokens, round(total), self._num_finished, len(self._results), now - self._began))
+        bare = Progress(tokens, round(total), self._num_finished, len(self._results), now - self._began)
+        self._progress(replace(bare, num_passes=self.num_passes, layer=self.layer, num_layers=self.num_layers))
 
 
 class Run:
@@ -112,7 +114,7 @@ class Run:
     @property
     def computed_tokens(self) -> float:
         """Tokens computed so far; of a batch between two stages, the share that has been computed."""
-        begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
+        begun = sum(batch.num_tokens * (items - 1) for batch, items in self._items_begun.items())
         return self._done_tokens + begun / self._executor.num_stages
 
     def start_pass(self, should_stop: Callable[[], bool], another_lane: bool = False) -> bool:
@@ -255,14 +257,21 @@ class Run:
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
         """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
         done: set[Batch] = set()
+        here = self._executor.model.decoder.config
+        self._answers.num_passes += 1
+        self._answers.num_layers = self._config.num_layers
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
             self._on_batch(output)
 
-        def before_item(batch: Batch) -> bool:
+        def before_item(batch: Batch | None) -> bool:
+            """None: in the middle of a layer."""
+            if batch is not None:
+                stage = self._items_begun[batch]
+                self._answers.layer = here.layers_before + min(max(stage - here.has_embedding, 0) + 1, here.num_layers)
+                self._items_begun[batch] += 1
             self._answers.report(at_once=False)
-            self._items_begun[batch] += 1
             return should_stop()
 
         while True:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
+
+from flexgen_helm.request import Progress
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
 Kind = Literal["weights", "cache", "activations"]
 
 LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
+# Seconds over which the disk's present rate is taken.
+_RATE_S = 5.0
 
 
 @dataclass
@@ -87,6 +91,37 @@ class TransferStats:
             self._bytes.clear()
             self._seconds.clear()
             self.experts = ExpertCounts()
+
+
+class PassReads:
+    """What the passes of a run read of the disk, for `Progress`."""
+
+    def __init__(self, stats: TransferStats, disk_bytes: int, ahead_bytes: int) -> None:
+        """disk_bytes: of weights there. ahead_bytes: of the next pass, that may be read before a pass ends."""
+        self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
+        self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes  # before: that earlier passes read
+        self._seen = deque([(time.perf_counter(), 0)])  # times, and bytes of all kinds until then
+
+    def add_to(self, progress: Progress) -> Progress:
+        """A pass is expected to read all weights that are there; of a mixture, as much as the pass before."""
+        read, now = self._stats.bytes()["disk_to_cpu"], time.perf_counter()
+        weights = read["weights"]
+        if (more := progress.num_passes - self._num_passes) > 0:
+            before = max(weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes))
+            self._pass_bytes = (before - self._before) // more
+            self._num_passes, self._before = progress.num_passes, before
+        self._seen.append((now, sum(read.values())))
+        while now - self._seen[1][0] > _RATE_S:
+            self._seen.popleft()
+        (since, until), (then, total) = self._seen[0], self._seen[-1]
+        in_pass = weights - self._before
+        expected = max(self._pass_bytes, in_pass - self._ahead_bytes)
+        return replace(
+            progress,
+            read_bytes=min(in_pass, expected),
+            pass_bytes=expected,
+            read_bytes_s=(total - until) / max(1e-9, then - since),
+        )
 
 
 # Links and disks that are simulated: transfers that take as long as they would at a given rate.

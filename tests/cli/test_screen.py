@@ -80,6 +80,33 @@ def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
     assert session.last.splitlines() == ["the machine is busy", "data", "the end"]
 
 
+LOGGER = """
+import logging, sys, time
+from flexgen_helm.cli.screen import Screen
+from flexgen_helm.progress import ProgressPhase, report
+
+with Screen():
+    report(ProgressPhase("start"))
+    logging.basicConfig(format="log: %(message)s", level=logging.INFO)  # before there is a panel
+    for number in range(8):
+        logging.info("line %d", number)
+        time.sleep(0.3)
+    print("data")
+    logging.info("behind data")
+logging.info("at the end")
+"""
+
+
+def test_lines_of_a_logger_stand_above_the_panel(tmp_path: Path) -> None:
+    """It has the stderr from before the panel, as lm-evaluation-harness's."""
+    session = run_in_terminal([*python("plan"), "-c", LOGGER], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert session.exit_code == 0, session.last
+    lines = [f"log: line {number}" for number in range(8)]
+    assert session.last.splitlines() == [*lines, "data", "log: behind data", "log: at the end"]
+    assert session.shown("starting HELM")
+    assert not any(frame.count("flexgen-helm") > 1 for _, frame in session.frames)
+
+
 def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
     done = subprocess.run([*python("plan"), "-c", EVENTS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "data\nthe end\n"
