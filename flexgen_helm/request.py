@@ -209,7 +209,7 @@ class Progress:
     total_tokens: expected, from the lengths of the answers so far; at first half of every `max_tokens`.
     elapsed_s: seconds since the run began.
     memory_bytes: held now by each tier that holds anything.
-    num_passes: begun so far. layer: of the model, from 1 on, that the pass is at; num_layers: of how many.
+    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this process.
     read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if none are there.
     read_bytes_s: of the disk, over the last seconds.
     """

@@ -35,14 +35,28 @@ _MAX_WIDTH = 100
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class _Stream:
-    """A stream of the process with another way to write."""
+class _Data:
+    """Stdout of a command with a panel: the first write removes the panel."""
 
-    def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
-        self._stream, self.write = stream, write
+    def __init__(self, stdout: TextIO, remove: Callable[[], None]) -> None:
+        self._stdout, self._remove = stdout, remove
+
+    def write(self, text: str) -> int:
+        self._remove()
+        return self._stdout.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self._stdout, name)
+
+
+class _Messages:
+    """Stderr of a command: above its panel, from when there is one; a logger keeps the stream that it finds."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._screen.above, name)
 
 
 class Screen:
@@ -67,7 +81,7 @@ class Screen:
         self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
-        self._above = self.stderr  # the panel, if there is one
+        self.above = self.stderr  # the panel, if there is one
         self._ended = threading.Event()
 
     def __enter__(self) -> Screen:
@@ -78,9 +92,8 @@ class Screen:
             if self._is_terminal:
                 show = self._show_panel
                 if self._log is None:
-                    data, messages = _Stream(self.stdout, self._write_data), _Stream(self.stderr, self._write_message)
-                    resources.enter_context(redirect_stdout(cast(TextIO, data)))
-                    resources.enter_context(redirect_stderr(cast(TextIO, messages)))
+                    resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
+                    resources.enter_context(redirect_stderr(cast(TextIO, _Messages(self))))
             else:
                 show = self._print_lines
             thread = threading.Thread(target=show, name="screen", daemon=True)
@@ -98,7 +111,7 @@ class Screen:
         with self._panel_lock:
             if self._live is not None:
                 self._live.stop()
-                self._live, self._above = None, self.stderr
+                self._live, self.above = None, self.stderr
 
     @property
     def elapsed_s(self) -> float:
@@ -142,15 +155,6 @@ class Screen:
             else:
                 print(text, file=self.stderr, flush=True)
 
-    def _write_data(self, text: str) -> int:
-        self.close()
-        return self.stdout.write(text)
-
-    def _write_message(self, text: str) -> int:
-        """Write above the panel, whenever it appears: a logger keeps the stderr that it finds."""
-        with self._panel_lock:
-            return self._above.write(text)
-
     def _active(self) -> list[ProgressPhase | Progress]:
         """Return what is going on; a thread that finished its stage waits for another one."""
         with self._lock:
@@ -185,7 +189,7 @@ class Screen:
                     redirect_stdout=False,  # stdout is for data
                     redirect_stderr=False,
                 )
-                self._above = cast(TextIO, FileProxy(console, self.stderr))
+                self.above = cast(TextIO, FileProxy(console, self.stderr))
                 self._live.start(refresh=True)
 
     def _draw(self) -> RenderableType:

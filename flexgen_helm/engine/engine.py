@@ -425,7 +425,7 @@ class Engine:
 
         def with_memory(bare: Progress) -> None:
             in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}
-            event = reads.add_to(replace(bare, memory_bytes=in_use))
+            event = replace(bare, memory_bytes=in_use, **reads.of(bare.num_passes))
             report(event)
             if progress is not None:
                 progress(event)

@@ -45,7 +45,7 @@ class ResultCollector:
         self._began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
-        self.num_passes, self.layer, self.num_layers = 0, 0, 0  # of `Progress`
+        self.at = (0, 0, 0)  # pass, layer, and of how many
         self.runs: list[Run] = []
 
     def deliver(self, index: int, result: GenerationResult) -> None:
@@ -69,8 +69,8 @@ class ResultCollector:
             return
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
-        bare = Progress(tokens, round(total), self._num_finished, len(self._results), now - self._began)
-        self._progress(replace(bare, num_passes=self.num_passes, layer=self.layer, num_layers=self.num_layers))
+        done = self._num_finished, len(self._results)
+        self._progress(Progress(tokens, round(total), *done, now - self._began, {}, *self.at))
 
 
 class Run:
@@ -257,9 +257,7 @@ class Run:
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
         """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
         done: set[Batch] = set()
-        here = self._executor.model.decoder.config
-        self._answers.num_passes += 1
-        self._answers.num_layers = self._config.num_layers
+        here, number = self._executor.model.decoder.config, self._answers.at[0] + 1
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
@@ -268,9 +266,9 @@ class Run:
         def before_item(batch: Batch | None) -> bool:
             """None: in the middle of a layer."""
             if batch is not None:
-                stage = self._items_begun[batch]
-                self._answers.layer = here.layers_before + min(max(stage - here.has_embedding, 0) + 1, here.num_layers)
                 self._items_begun[batch] += 1
+                layer = max(1, self._items_begun[batch] - here.has_embedding)
+                self._answers.at = number, min(layer, here.num_layers), here.num_layers
             self._answers.report(at_once=False)
             return should_stop()
 

@@ -122,8 +122,8 @@ def run_command(arguments: Sequence[str]) -> None:
         given = parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
         parsed.device = parsed.device or given or "auto"
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
-            known = signature(FlexgenLM).parameters
-            _engine_options({name: value for name, value in (parsed.model_args or {}).items() if name not in known})
+            given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
+            _engine_options(given.get("arguments", {}))
     try:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know

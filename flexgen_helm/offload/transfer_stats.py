@@ -10,18 +10,14 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
-
-from flexgen_helm.request import Progress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
 Kind = Literal["weights", "cache", "activations"]
 
 LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
-# Seconds over which the disk's present rate is taken.
-_RATE_S = 5.0
 
 
 @dataclass
@@ -100,28 +96,23 @@ class PassReads:
         """disk_bytes: of weights there. ahead_bytes: of the next pass, that may be read before a pass ends."""
         self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
         self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes  # before: that earlier passes read
-        self._seen = deque([(time.perf_counter(), 0)])  # times, and bytes of all kinds until then
+        # Times and bytes of all kinds until then, of the last reports: 2 s or more, or a few layers.
+        self._seen = deque([(time.perf_counter(), 0)], maxlen=20)
 
-    def add_to(self, progress: Progress) -> Progress:
-        """A pass is expected to read all weights that are there; of a mixture, as much as the pass before."""
-        read, now = self._stats.bytes()["disk_to_cpu"], time.perf_counter()
+    def of(self, num_passes: int) -> dict[str, Any]:
+        """Return fields of `Progress`: the first pass is to read all weights, a later one as much as that before."""
+        read = self._stats.bytes()["disk_to_cpu"]
         weights = read["weights"]
-        if (more := progress.num_passes - self._num_passes) > 0:
+        if more := num_passes - self._num_passes:
             before = max(weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes))
-            self._pass_bytes = (before - self._before) // more
-            self._num_passes, self._before = progress.num_passes, before
-        self._seen.append((now, sum(read.values())))
-        while now - self._seen[1][0] > _RATE_S:
-            self._seen.popleft()
+            self._pass_bytes, self._before, self._num_passes = (before - self._before) // more, before, num_passes
+        self._seen.append((time.perf_counter(), sum(read.values())))
         (since, until), (then, total) = self._seen[0], self._seen[-1]
-        in_pass = weights - self._before
-        expected = max(self._pass_bytes, in_pass - self._ahead_bytes)
-        return replace(
-            progress,
-            read_bytes=min(in_pass, expected),
-            pass_bytes=expected,
-            read_bytes_s=(total - until) / max(1e-9, then - since),
-        )
+        return {
+            "read_bytes": min(weights - self._before, self._pass_bytes),
+            "pass_bytes": self._pass_bytes,
+            "read_bytes_s": (total - until) / max(1e-9, then - since),
+        }
 
 
 # Links and disks that are simulated: transfers that take as long as they would at a given rate.

@@ -31,7 +31,7 @@ with screen.Screen(log):
     time.sleep(0.6)
     report(ProgressPhase("fetch", "facebook/opt-30b", 4 << 30, 4 << 30))
     report(PlanLine("streams 62 % of the weights from disk, block of 384"))
-    report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}))
+    report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}, 2, 17, 60, 102 << 30, 307 << 30, 2.125e9))
     if log is not None:
         print("a bar of HELM")
         print("a warning of HELM", file=sys.stderr)
@@ -62,6 +62,7 @@ def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) 
         "250 of about 1,000 tokens",
         "3 of 12 requests, 50 tokens/s, 0:15 left",
         "streams 62 % of the weights from disk, block of 384",
+        "  pass 2, layer 17 of 60: 102 GiB of about 307 GiB read, disk 2.12 GB/s",
         "memory: cpu 3 GiB",
     ):
         assert session.shown(text), text
@@ -112,7 +113,7 @@ def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
     assert done.stdout == "data\nthe end\n"
     assert "\x1b" not in done.stderr
     assert "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in done.stderr
-    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
+    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left; pass 2, layer 17 of" in done.stderr
     assert "the machine is busy" in done.stderr
 
 
@@ -173,6 +174,7 @@ def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -
             assert "fp16" not in panel and ("converting" not in panel or "requests" not in panel), panel
         if "computing metrics" in panel:
             assert not any(old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")), panel
+    assert not session.shown("layer"), "nothing is read of the disk"
     assert any("4bit, 2 of 2" in frame and "converting" in frame for frame in frames)
     for precision, left in (("fp16", "0:15 left"), ("4bit", "0:05 left")):
         assert any(f"{precision}: " in frame and left in frame for frame in frames), precision
