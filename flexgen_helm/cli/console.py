@@ -63,7 +63,8 @@ def print_command(words: Sequence[str]) -> None:
     """Print a command to copy, in lines that fit."""
     console, lines = output(), [" "]
     for word in map(shlex.quote, words):
-        if len(lines[-1]) + len(word) > console.width - 3:
+        value_room = 30 * word.startswith("--")  # on one line with its flag
+        if len(lines[-1]) + len(word) + value_room > console.width - 3:
             lines.append("   ")
         lines[-1] += f" {word}"
     console.print(" \\\n".join(lines), soft_wrap=True)

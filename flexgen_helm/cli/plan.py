@@ -257,7 +257,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
             f"{rate_text(prediction.tokens_per_s)} generated tokens/s, {rate_text(made.sequences_per_h)} sequences/h"
         )
         console.print(f"{speed}: {spelled_duration(prediction.latency_s)}")
-        console.print(f"Expect {range_text(made.expected)}: {made.spread.source}.")
+        console.print(f"The range: {made.spread.source}.")
         if by_precision:
             print_table([_precision_row(*item) for item in by_precision.items()])
     _print_placement(made)

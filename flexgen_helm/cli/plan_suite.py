@@ -172,9 +172,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
         way = "A run for each scenario, one after another"
         alone = spelled_duration(planned.as_one.seconds)
         slower = f" One run of all would take {alone}: its longest sequences leave room for fewer at once."
-    console.print(
-        f"{way}: {spelled_duration(total.seconds)}. Expect {range_text(total)}: {made.spread.source}.{slower}"
-    )
+    console.print(f"{way}: {spelled_duration(total.seconds)}. The range: {made.spread.source}.{slower}")
     if planned.by_precision:
         print_table([_precision_row(*item) for item in planned.by_precision.items()])
     rows = [_scenario_row(scenario, planned) for scenario in planned.scenarios]

@@ -14,6 +14,7 @@ from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import PROFILED, Curve, HardwareProfile, Link, load_profile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.cost_model import RESOURCES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
 from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, placed_weights, predict, weight_reads
@@ -74,7 +75,6 @@ def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
     return FITTED if is_fitted else DATA_SHEET
 
 
-_RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Precisions that a plan compares where none is asked for.
 _COMPARED = ("fp16", "8bit", "4bit")
 # Blocks larger than this are not considered.
@@ -300,7 +300,7 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
 
 def _slowest(seconds: Mapping[str, float]) -> str:
     """Return the resource that a phase is bound by."""
-    return max(_RESOURCES, key=lambda name: seconds.get(name, 0.0))
+    return max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
 
 
 def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, float]:

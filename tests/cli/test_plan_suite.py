@@ -72,7 +72,8 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
     told = (
         "opt-30b on t4: 100 sequences",
         "Bound by the link: twice as fast saves ",
-        "Expect ",
+        "As one run: ",
+        "The range: rates fitted to the paper's T4",
         "Measured once, gsm",
         "Assumed, med_qa: 6 ",
         "\nAllowed: 13.4 GiB ",
