@@ -297,13 +297,13 @@ class Engine:
         size = run_size(distinct, cost, self._planner.searches, self.cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
         plan = (observer or pipeline).plan(partial(self._planner.plan, size, free))
-        report(PlanLine(plan.describe(len(distinct))))
+        report(PlanLine(plan.describe(len(distinct), size.prompt_tokens)))
         lanes, limits = [distinct], plan.limits
         if not pipeline.is_whole:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
         answers = ResultCollector(len(requests), on_result, self._reporter(progress))
         with self._stores(plan) as (cache, activations):
-            executor = Executor(self._model, cache, activations, observer)
+            executor = Executor(self._model, cache, activations, observer, plan.expert_tokens)
             try:
                 for index, error in prepared.refused.items():
                     answers.deliver(index, GenerationResult(error=error))
@@ -421,7 +421,7 @@ class Engine:
         """Return a function that adds what is in memory, and read of the disk, to a run's progress and hands it on."""
         ledgers = self._tiers.ledgers
         on_disk = sum(self.placement.bytes_on("disk").values())
-        reads = PassReads(self._tiers.stats, on_disk, self.placement.staging_bytes)
+        reads = PassReads(self._tiers.stats, on_disk, self.placement.all_staging_bytes)
 
         def with_memory(bare: Progress) -> None:
             in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}

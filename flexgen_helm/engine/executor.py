@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from functools import partial
+from itertools import groupby, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.engine.attention_metadata import (
     AttentionMetadata,
     LayerAttention,
@@ -30,18 +32,19 @@ from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, stage_names
-from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.decoder import LayerBatch, StageWeights
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
+from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import TopLogprobs
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
+from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
@@ -218,6 +221,7 @@ class _BatchState:
     layers_checked: layers of the whole model, from the first one on, that `nonfinite_layer` covers.
     sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, [T] each.
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
+    waiting: memory of its hidden states while it waits for the experts of a layer.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
@@ -227,6 +231,7 @@ class _BatchState:
     rotary: Any = None
     sums: list[Tensor] = field(default_factory=list)
     nonfinite_layer: Tensor | None = None
+    waiting: Allocation | None = None
     seconds: float = 0.0
     launched_s: float = 0.0
 
@@ -241,6 +246,24 @@ class _BatchState:
             self.sums.clear()
         assert self.nonfinite_layer is not None
         return self.nonfinite_layer
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A pass that is computed.
+
+    following: item -> the next one.
+    visits, on_item: see `TieredWeights.prefetch` and `Executor.run`.
+    must_stop: whether to end, called often.
+    states: of the batches that have begun and not passed the last stage, by number.
+    """
+
+    batches: abc.Sequence[Batch]
+    following: abc.Mapping[WorkItem, WorkItem]
+    visits: abc.Generator[StageVisit, None, None]
+    on_item: Callable[[Batch], None]
+    must_stop: Callable[[], bool]
+    states: dict[int, _BatchState] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -272,13 +295,19 @@ class Executor:
     """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
 
     def __init__(
-        self, model: LoadedModel, cache: KVCache, activations: ActivationStore, observer: Observer | None
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        activations: ActivationStore,
+        observer: Observer | None,
+        expert_tokens: int = UNLIMITED,
     ) -> None:
+        """expert_tokens: whose experts are computed together, at most; a longer batch is computed alone."""
         decoder = model.decoder
         self.model, self.cache = model, cache
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline = model.device, model.pipeline
-        self._activations, self._observer = activations, observer
+        self._activations, self._observer, self.expert_tokens = activations, observer, expert_tokens
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // (observer or self._config).vocab_size)
         tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
@@ -309,7 +338,8 @@ class Executor:
         batches: abc.Sequence[Batch],
         items: abc.Sequence[WorkItem],
         on_batch: Callable[[BatchOutput], None],
-        should_stop: Callable[[Batch], bool],
+        on_item: Callable[[Batch], None],
+        should_stop: Callable[[], bool],
         another_pass: bool = False,
     ) -> None:
         """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
@@ -317,44 +347,61 @@ class Executor:
         Where other ranks have the other stages, take the batches through those here; `collect` then has their outputs.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
-        should_stop: called with its batch before every item.
+        on_item: called with its batch before every item.
+        should_stop: called before every item, and between experts.
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
-        Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
+        Raises `Interrupted`. After this or another error nothing of the pass is kept.
         """
         # The weights of a stage are loaded for each visit: items in a row that use them, the head several times.
-        uses = [self._num_head_uses(batches[item.batch]) if self._stages[item.stage] == HEAD else 1 for item in items]
+        steps = self._steps(items)
+        uses = [
+            self._num_head_uses(batches[item.batch]) if self._stages[item.stage] == HEAD else int(item is step[0])
+            for step in steps
+            for item in step
+        ]
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
-        states: dict[int, _BatchState] = {}
-        charged_until = time.perf_counter()
+        current = _Pass(batches, dict(zip(items, items[1:])), visits, on_item, partial(self._must_stop, should_stop))
+        states, charged_until = current.states, time.perf_counter()
+        # Not inference mode: tensors go to threads, and that mode is per thread. Compared models take turns at items.
+        stops = nullcontext() if self._observer is not None else stopped_by(current.must_stop)
         try:
-            with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
-                for item, following in zip_longest(items, items[1:]):
-                    if self.model.threads is not None:
-                        self.model.threads.adapt()
-                    if self.model.resident is not None:
-                        self.model.resident.hold(self.peak_workspace_bytes)
-                    batch = batches[item.batch]
-                    if should_stop(batch):
-                        raise Interrupted("interrupted; everything finished so far is kept")
+            with torch.no_grad(), stops:
+                for step in steps:
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
-                    state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
-                    self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
-                    # Attention starts store_cache(i, j, k).
-                    head = self._compute(item, following, batch, state)
-                    is_last = item.stage == self.num_stages - 1
-                    if not is_last and (following is None or following.batch != item.batch):
-                        self._store(item, state)  # store_activation(i, j, k), done in the background
-                    state.launched_s += time.perf_counter() - began
-                    if is_last:
+                    head = self._compute(step, current)
+                    launched_s, num_tokens = time.perf_counter() - began, sum(batches[i.batch].num_tokens for i in step)
+                    for item in step:
+                        states[item.batch].launched_s += launched_s * batches[item.batch].num_tokens / num_tokens
+                    if step[0].stage == self.num_stages - 1:
                         charged_until = _charge(states.values(), charged_until)
-                        del states[item.batch]
-                        self._hand_on(batch, state, head, on_batch)
+                        for item in step:
+                            state = states.pop(item.batch)
+                            self._hand_on(batches[item.batch], state, head, on_batch)
+                            self._activations.release(state.waiting)
         except BaseException:
             self._weights.cancel()
             self.cache.cancel()
+            for state in states.values():
+                self._activations.release(state.waiting)
             self._activations.close()
             raise
+
+    def _steps(self, items: abc.Sequence[WorkItem]) -> list[list[WorkItem]]:
+        """Divide the items of a pass into those that are computed together: batches that share a layer's experts."""
+        steps: list[list[WorkItem]] = []
+        for stage, grouped in groupby(items, key=lambda item: item.stage):
+            visit = list(grouped)
+            steps += [visit] if self._weights.shares_experts(self._stages[stage]) else [[item] for item in visit]
+        return steps
+
+    def _must_stop(self, should_stop: Callable[[], bool]) -> bool:
+        """Keep to free threads and to the limit of memory; return whether the run is to end."""
+        if self.model.threads is not None:
+            self.model.threads.adapt()
+        if self.model.resident is not None:
+            self.model.resident.hold(self.peak_workspace_bytes)
+        return should_stop()
 
     def collect(self, batch: Batch) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
@@ -381,8 +428,13 @@ class Executor:
             self._pipeline.send_values(head.values)
             self.pending_heads[batch] = head
 
-    def _load(self, item: WorkItem, batch: Batch, states: dict[int, _BatchState]) -> _BatchState:
-        """Return the batch's state with its hidden states on the compute device."""
+    def _begin(self, item: WorkItem, current: _Pass) -> _BatchState:
+        """Return a batch's state with its hidden states on the compute device, and prefetch those of the next item."""
+        batch, states = current.batches[item.batch], current.states
+        current.on_item(batch)
+        if current.must_stop():
+            raise Interrupted("interrupted; everything finished so far is kept")
+        self._weights.prefetch(current.visits)
         state = states.get(item.batch)
         if state is None:
             state = states[item.batch] = self._new_state(batch)
@@ -391,10 +443,11 @@ class Executor:
                 state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
                     checksum(batch), shape, self._decoder.dtype, self._device
                 )
-        elif state.hidden is None:
+        elif state.hidden is None:  # load_activation(i, j, k), begun an item ago
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
             state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
+        self._prefetch(item, current.following.get(item), states)  # load_cache and load_activation(i, j, k + 1)
         return state
 
     def _prefetch(self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]) -> None:
@@ -407,37 +460,60 @@ class Executor:
             with suppress(MemoryLimitError):  # no room for two layers: it is brought when it is needed
                 state.metadata.prefetch(layer, self.cache)
 
-    def _compute(
-        self,
-        item: WorkItem,
-        following: WorkItem | None,
-        batch: Batch,
-        state: _BatchState,
-    ) -> HeadOutput | None:
-        """Take the batch through one stage; return what the head computed, and None after other stages."""
-        name, layer = self._stages[item.stage], self._layer_of(item.stage)
+    def _compute(self, step: list[WorkItem], current: _Pass) -> HeadOutput | None:
+        """Take the batches of a step through its stage; return what the head computed, and None after other stages."""
+        stage = step[0].stage
+        name, layer = self._stages[stage], self._layer_of(stage)
         if name == HEAD:
-            return self._head(batch, state)
-        used_again = following is not None and following.stage == item.stage
-        with self._weights.stage(name, batch.num_tokens, used_again) as weights:
+            return self._head(current.batches[step[0].batch], self._begin(step[0], current))
+        with self._weights.stage(name, is_repeated=len(step) > 1) as weights:
             if layer is None:
+                state = self._begin(step[0], current)
                 metadata = state.metadata
-                state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
-            else:
-                state.hidden, sums = self._layer(layer, state, weights)
-                state.sums.append(sums)
-        if self._observer is not None:
-            self._observer.on_hidden(item.stage, batch, state.hidden)
-        self._guess_experts(item.stage + 1, state)
+                self._end(step[0], current, self._decoder.embed(weights, metadata.token_ids, metadata.positions))
+                return None
+            left = deque(step)
+            while left:
+                batches = self._layer_batches(layer, left, current)
+                done = [*left]
+                with closing(self._decoder.layer(weights, layer, batches)) as outputs:
+                    for item, hidden in zip(done, outputs):
+                        state = current.states[item.batch]
+                        state.sums.append(hidden.sum(-1, dtype=torch.float32))  # which meets every element
+                        self._end(item, current, hidden)
         return None
 
-    def _guess_experts(self, stage: int, state: _BatchState) -> None:
-        """Let the experts be loaded that a batch will probably use in its next stage, as long as the disk is idle."""
-        layer, hidden = self._layer_of(stage) if stage < self.num_stages else None, state.hidden
-        if layer is not None and hidden is not None:
-            self._weights.guess_experts(
-                self._stages[stage], lambda weights: self._decoder.likely_experts(weights, layer, hidden)
-            )
+    def _layer_batches(self, layer: int, left: deque[WorkItem], current: _Pass) -> abc.Iterator[LayerBatch]:
+        """Take items from the left as long as there is room for their batches to wait for a layer's experts."""
+        decoder, num_tokens = self._decoder, 0
+        while left:
+            batch = current.batches[left[0].batch]
+            waiting = None
+            if num_tokens:  # the first one's is workspace
+                num_bytes = EXPERT_COPIES * batch.num_tokens * self._config.state_size * decoder.dtype.itemsize
+                waiting = self._activations.claim_waiting(num_bytes)
+                if waiting is None or num_tokens + batch.num_tokens > self.expert_tokens:
+                    self._activations.release(waiting)
+                    return
+            state = self._begin(left.popleft(), current)
+            state.waiting, num_tokens = waiting, num_tokens + batch.num_tokens
+            attend = LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
+            hidden, state.hidden = state.hidden, None
+            assert hidden is not None
+            yield LayerBatch(hidden, state.rotary, attend)
+
+    def _end(self, item: WorkItem, current: _Pass, hidden: Tensor) -> None:
+        """Keep the hidden states behind a stage: where they are if the batch goes on, else with the others."""
+        state = current.states[item.batch]
+        state.hidden = hidden
+        if self._observer is not None:
+            self._observer.on_hidden(item.stage, current.batches[item.batch], hidden)
+        if item.stage == self.num_stages - 1:
+            return
+        self._activations.release(state.waiting)
+        state.waiting, following = None, current.following.get(item)
+        if following is None or following.batch != item.batch:
+            self._store(item, state)  # store_activation(i, j, k), done in the background
 
     def _layer_of(self, stage: int) -> int | None:
         """Return the layer, counted from the first one here, that a stage is; None for embedding and head."""
@@ -464,14 +540,6 @@ class Executor:
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
-
-    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
-        metadata, decoder = state.metadata, self._decoder
-        attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
-        assert state.hidden is not None and state.rotary is not None
-        hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
-        return hidden, hidden.sum(-1, dtype=torch.float32)
 
     def _head(self, batch: Batch, state: _BatchState) -> HeadOutput:
         head = predictions_of(batch)

@@ -31,7 +31,7 @@ from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 from flexgen_helm.models.config import layer_stage
-from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.decoder import LayerBatch, StageWeights
 from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.linear import tiled_linear
@@ -141,7 +141,7 @@ def _host_layer() -> tuple[float, float]:
         def vector(self, name: str) -> torch.Tensor | None:
             return vectors.get(name)
 
-        def use_experts(self, experts: Sequence[int]) -> None:
+        def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
             raise AssertionError("the model has none")
 
         def lookup(self, name: str, rows: Any) -> torch.Tensor:
@@ -162,7 +162,8 @@ def _host_layer() -> tuple[float, float]:
     def pass_layer(layer: Layer, tokens: int) -> None:
         hidden = torch.zeros(tokens, config.hidden_size)
         attend = attend_cache if tokens == 1 else store
-        decoder.layer(layer, 0, hidden, rotary[tokens], attend).sum(-1)  # type: ignore[arg-type]
+        (out,) = decoder.layer(layer, 0, [LayerBatch(hidden, rotary[tokens], attend)])  # type: ignore[arg-type]
+        out.sum(-1)
 
     def multiply(layer: Layer) -> None:
         for name, (_, width) in sizes.items():

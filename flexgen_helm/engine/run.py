@@ -263,19 +263,19 @@ class Run:
             done.add(output.batch)
             self._on_batch(output)
 
-        def before_item(batch: Batch | None) -> bool:
-            """None: in the middle of a layer."""
-            if batch is not None:
-                self._items_begun[batch] += 1
-                layer = max(1, self._items_begun[batch] - here.has_embedding)
-                self._answers.at = number, min(layer, here.num_layers), here.num_layers
+        def on_item(batch: Batch) -> None:
+            self._items_begun[batch] += 1
+            layer = max(1, self._items_begun[batch] - here.has_embedding)
+            self._answers.at = number, min(layer, here.num_layers), here.num_layers
+
+        def must_stop() -> bool:
             self._answers.report(at_once=False)
             return should_stop()
 
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, on_batch, before_item, another_pass)
+                self._executor.run(batches, items, on_batch, on_item, must_stop, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
@@ -296,6 +296,7 @@ class Run:
                         f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
                         f"cannot be divided; {MEMORY_ADVICE}"
                     ) from error
+                self._executor.expert_tokens = max(batch.num_tokens for batch in halves)
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
                 self._items_begun.clear()

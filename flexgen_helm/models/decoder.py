@@ -8,9 +8,10 @@ heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
-from flexgen_helm.models.routing import Routing
+from flexgen_helm.models.routing import RoutedTokens, run_together, wait_for_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,18 @@ class Attend(Protocol):
         ...
 
 
+class LayerBatch(NamedTuple):
+    """What a layer is given of a batch.
+
+    hidden: [T, H].
+    rotary: what `rotary` of the decoder returned for its positions.
+    """
+
+    hidden: Tensor
+    rotary: Any
+    attend: Attend
+
+
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
 _QUERIES_KEYS_VALUES = "attn.q", "attn.k", "attn.v"
@@ -83,14 +96,14 @@ class TableRows:
 class StageWeights(Protocol):
     """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.
 
-    repeatable: a batch may use a matrix more than once. Otherwise it uses each at most once, in the order of
+    repeatable: a matrix may be used more than once. Otherwise each is used at most once, in the order of
         `ModelConfig.stage_tensors`; experts in the order of `use_experts`.
     """
 
     repeatable: bool
 
-    def use_experts(self, experts: Sequence[int]) -> None:
-        """Say which experts the batch uses, each once, in order; called after routing, before their first product."""
+    def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
+        """Say which experts so many tokens use, in order; called after routing, before their first product."""
         ...
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -161,17 +174,38 @@ class Decoder:
             hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
-    def layer(
+    def layer(self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]) -> Generator[Tensor, None, None]:
+        """Decoder layer number `layer`: of each batch hidden [T, H] -> [T, H], in order.
+
+        A layer with experts asks for all batches before it yields the first, and wants each expert once.
+        """
+        runs = (partial(self._layer, weights, layer, *batch) for batch in batches)
+        if self.config.moe(layer) is None:
+            return (run() for run in runs)
+        return run_together(runs, weights.use_experts)
+
+    def _layer(
         self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
     ) -> Tensor:
-        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
-        config, rope = self.config, self.config.layer_rope(layer)
-        residual, moe = RESIDUALS[config.residual], config.moe(layer)
+        residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
 
         def mlp(x: Tensor) -> Tensor:
             return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
 
-        x = self._norm(weights, "attn_norm", hidden) if residual.input_norm else hidden
+        # Nothing that is needed no more is kept under a name, because a batch may wait in its mixture.
+        if residual.parallel:
+            x = layer_rows.add(self._attention(weights, layer, hidden, rotary, attend), hidden)
+            return layer_rows.add(x, mlp(self._norm(weights, "mlp_norm", hidden)))
+        hidden = self._add(weights, "attn", self._attention(weights, layer, hidden, rotary, attend), hidden)
+        return self._add(
+            weights, "mlp", mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden), hidden
+        )
+
+    def _attention(
+        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
+    ) -> Tensor:
+        config, rope = self.config, self.config.layer_rope(layer)
+        x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
         if config.qk_norm and config.qk_norm_all_heads:
             q = self._norm(weights, "attn.q_norm", q.flatten(1)).view_as(q)
@@ -180,12 +214,7 @@ class Decoder:
             q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
             q, k = layer_rows.rotate(q, *rotary[rope]), layer_rows.rotate(k, *rotary[rope])
-        x = weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
-        if residual.parallel:
-            return layer_rows.add(layer_rows.add(x, hidden), mlp(self._norm(weights, "mlp_norm", hidden)))
-        hidden = self._add(weights, "attn", x, hidden)
-        x = mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden)
-        return self._add(weights, "mlp", x, hidden)
+        return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
@@ -218,32 +247,20 @@ class Decoder:
             inner = self._activation(up) if inner is None else inner
         return weights.linear(f"{name}.down", inner)
 
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select, from the hidden states [T, H] before it.
-
-        Its router sees them without the layer's attention, which changes them little. Returns the largest weight that
-        any token would give to each expert, 0 where no token would select it [E]; None for a layer without experts.
-        """
-        moe = self.config.moe(layer)
-        if moe is None:
-            return None
-        x = self._norm(weights, "mlp_norm", hidden) if RESIDUALS[self.config.residual].input_norm else hidden
-        return self._route(weights, moe, x).largest_weights()
-
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
         """Each token x [T, H] through the experts of its K largest router probabilities."""
 
+        return wait_for_experts(self._route(weights, moe, x))
+
+    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> RoutedTokens:
         def expert(number: int, tokens: Tensor) -> Tensor:
             return self._mlp(weights, f"mlp.experts.{number}", tokens)
 
-        return self._route(weights, moe, x).apply(x, weights.use_experts, expert)
-
-    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Routing:
         probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
         expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        return Routing(selected, expert_weights, moe.count)
+        return RoutedTokens(x, selected, expert_weights, moe.count, expert)
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         config, weight = self.config, weights.vector(f"{name}.weight")

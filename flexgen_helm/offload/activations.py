@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import aligned
+from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
 from flexgen_helm.planner.placement import TIERS, Tier
 
@@ -90,6 +90,17 @@ class ActivationStore:
             self.placed[tier] += rows * row_bytes
             break
         return rows
+
+    def claim_waiting(self, num_bytes: int) -> Allocation | None:
+        """Claim memory of the compute tier for a batch that waits within a layer; None where it has no room."""
+        try:
+            return self._tiers.ledgers[self._tiers.compute_tier].claim("activations", num_bytes)
+        except MemoryLimitError:
+            return None
+
+    def release(self, waiting: Allocation | None) -> None:
+        if waiting is not None:
+            self._tiers.ledgers[self._tiers.compute_tier].release(waiting)
 
     def prefetch(self, batch: int) -> None:
         """Begin to fetch a batch's states; does nothing if there are none, or all are resident or being fetched."""

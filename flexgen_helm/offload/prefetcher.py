@@ -180,7 +180,6 @@ class WeightPrefetcher:
         self._ring, self._tiers = ring, tiers
         self._visits: deque[_Visit] = deque()
         self._queue: deque[Unit] = deque()  # those that the ring has no room for yet
-        self._loading: set[Unit] = set()
 
     @property
     def wants_more(self) -> bool:
@@ -191,11 +190,6 @@ class WeightPrefetcher:
     def has_expected(self) -> bool:
         """Whether visits of a pass that had not begun are announced, whose uses are still to be said."""
         return any(visit.uses_left is None for visit in self._visits)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no unit is on its way; any thread may ask."""
-        return not self._loading
 
     def start(self, stage: str, matrices: Sequence[StreamedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
@@ -223,18 +217,21 @@ class WeightPrefetcher:
         return True
 
     @contextmanager
-    def using(self, stage: str) -> Iterator[StreamedRows]:
-        """Use the stage that is next in order, once; waits for each unit when it is asked for."""
+    def using(self, stage: str, is_repeated: bool = False) -> Iterator[StreamedRows]:
+        """Use the stage that is next in order, once; waits for each unit when it is asked for.
+
+        is_repeated: a matrix may be asked for more than once; the ring keeps all of the stage.
+        """
         assert self._visits and self._visits[0].stage == stage, f"{stage} is not the next visit"
         visit = self._visits[0]
-        assert visit.uses_left is not None
+        assert visit.uses_left is not None and (visit.keeps or not is_repeated)
         is_last = visit.uses_left == 1
 
         def rows(name: str) -> Iterator[tuple[int, Tensor]]:
             if visit.keeps:
                 for unit in [unit for unit in visit.units if unit.matrix.name == name]:
                     yield unit.first, self._loaded(unit)
-                    if is_last:
+                    if is_last and not is_repeated:
                         visit.units.remove(unit)
                         self._release(unit)
                 return
@@ -268,19 +265,15 @@ class WeightPrefetcher:
         while self._queue and (slot := self._ring.acquire(self._queue[0].ring_bytes)) is not None:
             unit = self._queue.popleft()
             unit.slot = slot
-            self._loading.add(unit)
             load = partial(self._load, unit, slot)
             unit.rows = self._tiers.submit("weights loader", load, NUM_LOADERS)
 
     def _load(self, unit: Unit, slot: RingSlot) -> Tensor:
         """Runs in a background thread."""
-        try:
-            with self._tiers.stats.timed("load_weights"):
-                if slot.after is not None:
-                    slot.after.synchronize()
-                return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
-        finally:
-            self._loading.discard(unit)
+        with self._tiers.stats.timed("load_weights"):
+            if slot.after is not None:
+                slot.after.synchronize()
+            return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
 
     def _loaded(self, unit: Unit) -> Tensor:
         assert unit.rows is not None, "all units before it are released, so the ring has room"

@@ -13,7 +13,7 @@ Offloaded experts are brought whole, after the router has chosen them (`offload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -132,6 +132,11 @@ class TieredWeights:
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
             self._streamed = {stage: self._streamed_matrices(stage, placement.staging_bytes) for stage in self._stages}
+            self._shared = {
+                stage
+                for stage, experts in self._stage_experts.items()
+                if not self._experts.keys().isdisjoint(experts) and fits(self._streamed[stage], placement.staging_bytes)
+            }
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
         except BaseException:
@@ -203,33 +208,24 @@ class TieredWeights:
                 visits.close()  # with this visit: the next pass announces it again
                 return
 
+    def shares_experts(self, stage: str) -> bool:
+        """Whether the batches of a visit use a stage together, so that each of its offloaded experts is read once.
+
+        What else the stage needs must stay in the staging ring meanwhile.
+        """
+        return stage in self._shared
+
     @contextmanager
-    def stage(self, name: str, num_tokens: int = 0, used_again: bool = False) -> Iterator[StageWeights]:
+    def stage(self, name: str, is_repeated: bool = False) -> Iterator[StageWeights]:
         """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors.
 
-        num_tokens: of the batch.
-        used_again: another batch uses the stage next.
+        is_repeated: several batches use it together.
         """
         prefetcher = self._prefetcher if self._streamed[name] else None
-        with nullcontext() if prefetcher is None else prefetcher.using(name) as streamed_rows:
-            view = _StageView(self, name, streamed_rows, num_tokens, used_again)
-            yield view
+        with nullcontext() if prefetcher is None else prefetcher.using(name, is_repeated) as streamed_rows:
+            yield _StageView(self, name, streamed_rows, is_repeated)
         if self.streamer is not None:
             self.streamer.finish()
-            if view.likely_next:
-                self.streamer.guess(view.likely_next, torch.ones(len(view.likely_next)))
-
-    def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
-        """Load likely experts of a stage, the next one, while nothing else is loaded.
-
-        scores: returns how likely each expert is (`Decoder.likely_experts`), from the weights besides the experts. It
-            is called only if these are resident.
-        """
-        experts = self._stage_experts[name]
-        if self.streamer is not None and not self._streamed[name] and not self._experts.keys().isdisjoint(experts):
-            likely = scores(_StageView(self, name, None))
-            if likely is not None:
-                self.streamer.guess(experts, likely)
 
     def cancel(self) -> None:
         """Forget all prefetches, after an error in a pass; waits for loads that are under way."""
@@ -238,21 +234,21 @@ class TieredWeights:
         if self.streamer is not None:
             self.streamer.cancel()
 
-    def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> list[str]:
-        """Begin to load experts of a stage, by number, for a batch of `num_tokens` tokens; see `stage`.
+    def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int) -> None:
+        """Begin to load experts of a stage, by number, for `num_tokens` tokens; and those of the next behind them.
 
-        Return the experts of the next stage, if the batch uses so many here that it will use all of them there.
+        The next stage is taken to need all of its own if this one needs nearly all.
         """
-        names = [self._stage_experts[stage][number] for number in numbers]
-        offloaded = [name for name in names if name in self._experts]
+        experts = self._stage_experts[stage]
+        wanted, following = [experts[number] for number in numbers], self._stages.index(stage) + 1
+        offloaded = [name for name in wanted if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
-        self._tiers.stats.count_experts(num_tokens, len(names), routed_bytes)
+        self._tiers.stats.count_experts(num_tokens, len(wanted), routed_bytes)
         if self.streamer is not None:
-            self.streamer.use(offloaded, stage, used_again)
-        following = self._stages.index(stage) + 1
-        if following < len(self._stages) and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
-            return self._stage_experts[self._stages[following]]
-        return []
+            expected: Sequence[str] = ()
+            if following < len(self._stages) and len(wanted) >= ALL_EXPERTS_FROM * len(experts):
+                expected = self._stage_experts[self._stages[following]]
+            self.streamer.use(offloaded, [name for name in expected if name in self._experts])
 
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
@@ -280,12 +276,10 @@ class TieredWeights:
         return Weight(shape[0], shape[-1], None, copy)
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
-        tiers, prefetcher = self._tiers, self._prefetcher
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
         shape = max(1, min(len(self._experts), expert_bytes // slot_bytes)), slot_bytes
         slots = self._staging_memory(prod(shape)).view(shape)
-        is_idle = (lambda: True) if prefetcher is None else (lambda: prefetcher.is_idle)
-        streamer = ExpertStreamer(self._experts, slots, tiers, is_idle)
+        streamer = ExpertStreamer(self._experts, slots, self._tiers)
         self._resources.callback(streamer.cancel)
         return streamer
 
@@ -342,29 +336,20 @@ class TieredWeights:
 
 
 class _StageView(StageWeights):
-    """One batch's use of one stage.
+    """One use of one stage.
 
     streamed_rows: of its offloaded matrices; None if there are none.
-    num_tokens, used_again: see `TieredWeights.stage`.
-    likely_next: experts that the batch will probably use in the next stage.
     """
 
-    likely_next: Sequence[str] = ()
-
     def __init__(
-        self,
-        weights: TieredWeights,
-        stage: str,
-        streamed_rows: StreamedRows | None,
-        num_tokens: int = 0,
-        used_again: bool = False,
+        self, weights: TieredWeights, stage: str, streamed_rows: StreamedRows | None, is_repeated: bool
     ) -> None:
         self._weights, self._tensors, self._stage = weights, weights.tensors, stage
-        self._streamed_rows, self._num_tokens, self._used_again = streamed_rows, num_tokens, used_again
-        self.repeatable = streamed_rows is None
+        self._streamed_rows = streamed_rows
+        self.repeatable = streamed_rows is None or is_repeated
 
-    def use_experts(self, experts: Sequence[int]) -> None:
-        self.likely_next = self._weights.use_experts(self._stage, experts, self._num_tokens, self._used_again)
+    def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
+        self._weights.use_experts(self._stage, experts, num_tokens)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import PREFILL_LANES, TIERS, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, EXPERTS_SHARE, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -40,6 +40,8 @@ RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 CHANNELS = ("disk", "link")
 # Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
 PassTimes = Mapping[str, Affine]
+# Tokens of a pass in whole prompts, and of blocks in whole batches, for each that would have room.
+_WHOLE = 1.02
 # A batch smaller than this is a rounding error.
 _ROUNDING = 1e-9
 
@@ -112,7 +114,7 @@ def block_costs(
         sequences=sequences,
         prefill=_repeated(batch.prefill, prefill_turns),
         decode=_repeated(batch.decode, decode_turns),
-        memory=_stored_memory(problem, one, shape.gpu_batch_size, resident),
+        memory=stored_memory(problem, BlockShape(shape.gpu_batch_size, 1, ZIGZAG), resident),
     )
 
 
@@ -121,34 +123,42 @@ def _block_by_layers(
 ) -> BlockCosts:
     """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach a rank in turn."""
     workload, schedule = problem.workload, shape.schedule
-    sequences = float(shape.num_sequences)
-    if schedule.is_single_pass and not problem.endless:
-        sequences = float(workload.num_sequences)
     # A `_Pass` computes one lane's share of the block, and reads the weights for it.
-    lanes = min(problem.ranks, shape.num_gpu_batches)
-    if schedule.is_single_pass and problem.ranks > 1:
-        lanes = PREFILL_LANES * problem.ranks
-    prefill = _Pass(
+    sequences, lanes = _sequences(problem, shape), _lanes(problem, shape)
+    passes, parts = (1, shape.passes) if schedule.is_single_pass else (shape.passes, 1)
+    decode = _Pass(
         problem,
         shape.gpu_batch_size,
         sequences / lanes,
-        prefill=True,
+        prefill=False,
         converts=not (resident and problem.copies_fit),
         slot_positions=_slot_positions(problem, schedule),
         resident=resident,
         reads=reads,
     )
+    prefill = replace(decode, sequences=sequences / lanes / passes, prefill=True, parts=parts)
     return BlockCosts(
         shape,
         resident,
         reads,
         sequences,
-        _repeated(prefill.times(), _turns(problem.ranks, lanes)[0]),
-        replace(prefill, prefill=False).times(),
+        _repeated(prefill.times(), passes * _turns(problem.ranks, lanes)[0]),
+        decode.times(),
         0.0 if schedule.is_single_pass else workload.output - 1,
-        _stored_memory(problem, shape, sequences, resident),
+        stored_memory(problem, shape, resident),
         dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
     )
+
+
+def _sequences(problem: PlanningProblem, shape: BlockShape) -> float:
+    takes_all = shape.schedule.is_single_pass and not problem.endless
+    return float(problem.workload.num_sequences if takes_all else shape.num_sequences)
+
+
+def _lanes(problem: PlanningProblem, shape: BlockShape) -> float:
+    if shape.schedule.is_single_pass and problem.ranks > 1:
+        return PREFILL_LANES * problem.ranks
+    return min(problem.ranks, shape.num_gpu_batches)
 
 
 def _repeated(times: PassTimes, count: float) -> PassTimes:
@@ -172,6 +182,7 @@ class _Pass:
     converts: weights are stored in another type than products take.
     slot_positions: that a sequence's cache has.
     resident, reads: see `block_costs`.
+    parts: of the tokens, whose offloaded experts are computed in turn.
     """
 
     problem: PlanningProblem
@@ -182,6 +193,7 @@ class _Pass:
     slot_positions: float
     resident: bool
     reads: Mapping[Tier, WeightReads] | None = None
+    parts: float = 1
 
     @cached_property
     def tokens(self) -> float:
@@ -192,7 +204,7 @@ class _Pass:
     def batches(self) -> float:
         batch_tokens = float(self.batch_sequences)
         if self.prefill:
-            batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.max_batch_tokens)
+            batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.batch_tokens)
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
 
     @cached_property
@@ -224,25 +236,28 @@ class _Pass:
         sequences, batches = self.sequences, self.batches
         rate = problem.product_flops
         batch_rows = self.tokens / batches
-        always = problem.layer_elements - problem.layer_expert_elements
-        weights = (always + problem.layer_expert_elements * problem.experts_used(batch_rows)) * config.num_layers
+        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
+        expert_rows = problem.expert_rows(self.tokens / self._expert_parts)
         expert_flops = problem.expert_flops_per_token
         layers_s = (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
-        layers_s += expert_flops * self.tokens / rate.at(problem.expert_rows(batch_rows))
+        layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
         # A position of each sequence passes the head, and those of a prompt whose log-probabilities are asked for.
         heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
         heads, head_rows = sequences * heads_of_each, min(sequences, self.batch_sequences) * heads_of_each
         head_s = config.head_flops_per_token * heads / rate.at(head_rows)
         convert, read_bytes = 0.0, 0.0
         head_format = problem.precision.format_of(EMBED_TABLE)
-        for elements, fmt, rows in (
-            (weights, problem.precision.weights, batch_rows),
-            (problem.head_elements, head_format, head_rows),
+        tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
+        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
+        for elements, fmt, rows, times in (
+            (always, problem.precision.weights, batch_rows, batches),
+            (used, problem.precision.weights, expert_rows, tiles),
+            (problem.head_elements, head_format, head_rows, batches),
         ):
-            converted, read = self._conversion_and_reading(elements, fmt, rows)
+            converted, read = self._conversion_and_reading(elements, fmt, rows, times)
             convert += converted
-            read_bytes += read
-        reading_s = batches * read_bytes / processor.memory_bytes_s
+            read_bytes += times * read
+        reading_s = read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
         between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
         products = max(layers_s + head_s, reading_s)
@@ -268,15 +283,17 @@ class _Pass:
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
-    def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, rows: float) -> tuple[float, float]:
-        """Return the seconds of converting some weights in a pass, and the bytes that a batch's products read of them.
+    def _conversion_and_reading(
+        self, elements: float, fmt: GroupFormat | None, rows: float, products: float
+    ) -> tuple[float, float]:
+        """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
-        rows: of x. For few of them a device multiplies packed weights as they are. So does a CPU, which takes as long
-        for it as for dequantizing.
+        rows, products: of x, and with each weight in the pass. For few rows a device multiplies packed weights as they
+            are. So does a CPU, which takes as long for it as for dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
         is_fused = self.converts and rows <= problem.fused_rows(fmt)
-        conversions = problem.conversions(self.batches) if self.converts else 0.0
+        conversions = problem.conversions(products) if self.converts else 0.0
         if is_fused and fmt is not None:
             seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
             return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
@@ -348,12 +365,15 @@ class _Pass:
         """Loads of a stage in a pass: one, but one for every batch if it is larger than the ring."""
         return 1 if stage_bytes <= self.problem.ring_bytes else self.batches
 
+    @property
+    def _expert_parts(self) -> float:
+        """Parts of the tokens for which each expert that they use multiplies once."""
+        return self.batches if self.resident else self.parts
+
     @cached_property
     def _expert_reads(self) -> float:
-        """Reads of an offloaded expert in a pass: by the first batch that uses it, or by each if none can be kept."""
-        if self.problem.keeps_experts:
-            return self.problem.experts_used(self.tokens)
-        return self.batches * self.problem.experts_used(self.tokens / self.batches)
+        """Reads of an offloaded expert in a pass: one for each part of the tokens that uses it."""
+        return self._expert_parts * self.problem.experts_used(self.tokens / self._expert_parts)
 
     def _weight_transfers(self, tier: Tier) -> float:
         """Transfers of matrices and experts with which a tier with all weights would load the layers."""
@@ -389,23 +409,32 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     return workload.longest
 
 
-def _stored_memory(
-    problem: PlanningProblem, shape: BlockShape, sequences: float, resident: bool
-) -> dict[Tier, tuple[Affine, ...]]:
+def stored_memory(problem: PlanningProblem, shape: BlockShape, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
     """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
-    config, workload, ranks = problem.config, problem.workload, problem.ranks
-    positions = _slot_positions(problem, shape.schedule)
+    workload, ranks, is_single_pass = problem.workload, problem.ranks, shape.schedule.is_single_pass
+    sequences, positions = _sequences(problem, shape), _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
-    waiting_tokens = sequences * workload.computed
-    one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
-    if one_batch and not shape.schedule.is_single_pass:
+    waiting_tokens = sequences * workload.computed / (1 if is_single_pass else shape.passes)
+    one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
+    if one_batch and not is_single_pass:
         waiting_tokens = sequences
-    hidden = waiting_tokens * config.state_size * problem.compute_bytes
+    token_bytes = problem.config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
+    gathers = problem.config.experts is not None and not resident
+    if gathers:
+        lane_sequences = sequences / _lanes(problem, shape)
+        gathered = lane_sequences * workload.computed / shape.passes
+        if shape.passes > 1 and not is_single_pass and workload.output > 1:
+            gathered += lane_sequences  # those that decode along
+        # In a single pass as much again is left to shared prefixes, and states at rest.
+        states = (EXPERT_COPIES + 1) / EXPERTS_SHARE if is_single_pass else EXPERT_COPIES
+        together = affine(_WHOLE * gathered * token_bytes * states)
+        staging[problem.compute_tier] = tuple(form + together for form in staging[problem.compute_tier])
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
-        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
+        at_rest = 0.0 if gathers and tier == problem.compute_tier else waiting_tokens * token_bytes
+        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: at_rest})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

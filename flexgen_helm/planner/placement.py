@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import EMBED, ModelConfig, expert_of, stage_names, tensor_shapes
+from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, expert_of, stage_names, tensor_shapes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 
@@ -186,7 +186,8 @@ LONG_BLOCKS = 2
 # --- Tokens ---
 # Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.
 BATCH_TOKENS = 1024
-# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay.
+# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay. Under a policy,
+# too, where experts are streamed: their products have the rows of a whole pass, and memory is for its tokens.
 STREAMED_BATCH_TOKENS = 2048
 # The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
 MAX_BATCH_TOKENS = 4096
@@ -220,9 +221,9 @@ MAX_PENDING_STORE_BYTES = 64 << 20
 # Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and their buffer, and
 # fetches and theirs.
 MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
-# Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
-# share of the bytes of the offloaded experts that were used.
-GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
+# Copies of a token's hidden state on the compute tier while it waits in a layer for the experts of all tokens of its
+# pass: before the layer, behind its attention, what experts are given, and the sum of their results.
+EXPERT_COPIES = 4
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
@@ -236,6 +237,8 @@ SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
+# The same on the compute tier where offloaded experts are read once for all tokens that have room there.
+EXPERTS_SHARE = 0.5
 # Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because
 # answers may become long, and elsewhere.
 STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
@@ -250,6 +253,8 @@ PREFILL_LANES = 4
 
 # Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole layer.
 _STAGING_SHARE, _MAX_STAGING_SHARE = 0.25, 0.5
+# Share of a layer's experts that may be in slots before they are used: the disk goes on while attention computes.
+_AHEAD_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -285,18 +290,20 @@ def expert_slot_bytes(storage: StorageSizes) -> int:
 
 def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
-    stages = [sizes for stage, sizes in storage.stages.items() if stage != EMBED]
-    largest = max(num_bytes for num_bytes, _ in stages)
-    total = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
-    # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
+    slot = expert_slot_bytes(storage)
+    always = {stage: num_bytes - experts for stage, (num_bytes, experts) in storage.stages.items() if stage != EMBED}
+    largest = wanted = max(always.values())
+    if not slot or largest != always[HEAD]:
+        wanted *= 2
+    total = max(MIN_STAGING_BYTES, min(wanted + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
+    # What does not fit is loaded again for every batch, so a larger ring pays if it makes it fit.
     if total < largest + MIN_STAGING_BYTES <= limit * _MAX_STAGING_SHARE:
         total = largest + MIN_STAGING_BYTES
-    slot = expert_slot_bytes(storage)
     if not slot:
         return StagingSizes(total)
-    always = max(num_bytes - of_experts for num_bytes, of_experts in stages)
-    ring = max(MIN_STAGING_BYTES, min(2 * always + MIN_STAGING_BYTES, total // 2))
-    return StagingSizes(ring, max(MIN_EXPERT_SLOTS * slot, total - ring))
+    experts = max(experts for _, experts in storage.stages.values())
+    ahead = min(_AHEAD_SHARE * experts, _STAGING_SHARE / 2 * limit)
+    return StagingSizes(total, max(MIN_EXPERT_SLOTS * slot, int(ahead)))
 
 
 def loader_buffer_bytes(storage: StorageSizes) -> int:

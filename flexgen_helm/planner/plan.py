@@ -17,7 +17,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cost_model import RESOURCES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
-from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, placed_weights, predict, weight_reads
+from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, predict, weight_reads
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem, fractions_by_kind
 from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.quant.precisions import Precision, precision_named
@@ -190,7 +190,7 @@ class Plan:
         a_byte_a_second = replace(hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0))
         read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
         fractions, endless = placed_fractions(problem, policy), replace(problem, endless=True)
-        reads = weight_reads(problem, placed_weights(problem, policy), fractions)
+        reads = weight_reads(problem, policy, fractions)
 
         def of_size(sequences: int) -> CostEstimate:
             batch = min(policy.gpu_batch_size, sequences)
@@ -200,7 +200,7 @@ class Plan:
         def is_unbound(phase: str, sequences: int) -> bool:
             """Ask the largest block of as many batches, too, and the next one, which reads for one batch more."""
             batch = policy.gpu_batch_size
-            in_batch = min(batch, problem.max_batch_tokens / tokens[phase]) if phase == "prefill" else batch
+            in_batch = min(batch, problem.batch_tokens / tokens[phase]) if phase == "prefill" else batch
             next_size = int(-(-sequences // in_batch) * in_batch) + 1
             return all(
                 _slowest(of_size(size).seconds[phase]) != "disk_read" for size in (sequences, next_size - 1, next_size)

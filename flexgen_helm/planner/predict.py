@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from flexgen_helm.planner.cost_model import (
     WeightReads,
     block_costs,
     pass_seconds,
+    stored_memory,
 )
 from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
@@ -29,7 +31,15 @@ from flexgen_helm.planner.placement import (
     tier_fractions,
 )
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Schedule
-from flexgen_helm.planner.problem import COLUMNS, WEIGHTS, Affine, BlockShape, PlanningProblem, fraction_vector
+from flexgen_helm.planner.problem import (
+    COLUMNS,
+    WEIGHTS,
+    Affine,
+    BlockShape,
+    PlanningProblem,
+    fraction_vector,
+    matrix_kinds,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class CostEstimate:
     block_s: from a sequence's admission to its end, at most; where all begin together, of the first block.
     seconds: phase -> resource or part of computing -> seconds of the first block, each as if it were alone.
     missing: tier -> bytes short.
+    passes: over the prompts of a block, or parts of a single pass whose experts are computed in turn.
     """
 
     prefill_s: float
@@ -62,6 +73,7 @@ class CostEstimate:
     memory: Mapping[Tier, TierMemory]
     missing: Mapping[Tier, int]
     bottleneck: str
+    passes: int = 1
 
     @property
     def feasible(self) -> bool:
@@ -74,14 +86,13 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
     rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
     """
     shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule)
-    placed = placed_weights(problem, policy)
     if rounded:
-        fractions = _with_placed(problem, policy, placed)
+        fractions = placed_fractions(problem, policy)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
     # Without reads a tier has the same share of every matrix. Experts are not divided: each is on one tier.
     has_reads = rounded or problem.config.experts is not None
-    return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if has_reads else None)
+    return evaluate(problem, shape, fractions, weight_reads(problem, policy, fractions) if has_reads else None)
 
 
 def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
@@ -97,25 +108,15 @@ def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
     return blocks
 
 
-def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
-    """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
-    return _with_placed(problem, policy, placed_weights(problem, policy))
-
-
-def placed_weights(problem: PlanningProblem, policy: Policy) -> Mapping[str, Tier]:
-    """Return the tier of each matrix."""
-    fractions = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
-    return _placed(problem.storage, tuple(fractions.items()))
-
-
 @lru_cache(maxsize=16)  # blocks of many shapes, and scenarios of a suite, place weights alike
 def _placed(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> Mapping[str, Tier]:
     return choose_tiers(storage.matrices, dict(fractions))
 
 
-def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str, Tier]) -> Affine:
-    """Return the fractions of placed weights and of whole cache blocks."""
+def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
+    """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
     has_gpu = problem.compute_tier == "gpu"
+    weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
     cache = {str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))}
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
@@ -128,12 +129,23 @@ def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str,
     return fractions
 
 
-def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions: Affine) -> dict[Tier, WeightReads]:
+def weight_reads(problem: PlanningProblem, policy: Policy, fractions: Affine) -> dict[Tier, WeightReads]:
     """Return what passes read of each tier's weights, per share that `fractions` says the tier has."""
-    sums = {tier: Counter[str]() for tier in TIERS}  # by the fields of `WeightReads`
-    experts: set[str] = set()
-    for name, kind in problem.matrix_kinds.items():
-        reads, num_bytes = sums[placed[name]], problem.storage.matrices[name]
+    placed = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
+    shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
+    return {
+        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
+        for tier, reads in _read_bytes(problem.storage, tuple(placed.items())).items()
+    }
+
+
+@lru_cache(maxsize=16)
+def _read_bytes(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> dict[Tier, Counter[str]]:
+    """Return what passes read of each tier, by the fields of `WeightReads`."""
+    sums = {tier: Counter[str]() for tier in TIERS}
+    placed, experts = _placed(storage, fractions), set[str]()
+    for name, kind in matrix_kinds(storage.config).items():
+        reads, num_bytes = sums[placed[name]], storage.matrices[name]
         if kind == "layer":
             reads["layer_bytes"] += num_bytes
             reads["matrices"] += 1
@@ -143,11 +155,7 @@ def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions
             reads["expert_bytes"] += num_bytes
             reads["experts"] += kind not in experts
             experts.add(kind)
-    shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
-    return {
-        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
-        for tier, reads in sums.items()
-    }
+    return sums
 
 
 def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
@@ -177,12 +185,14 @@ def evaluate(
     if not problem.endless:
         shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
+    if not resident:
+        shape = replace(shape, passes=fewest_passes(problem, shape, fractions))
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
-    memory, missing = _memory(problem, costs, fractions)
+    memory, missing = _memory(problem, costs.memory, costs.workspace, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
         phase: {name: passes * float(form @ fractions) for name, form in times.items() if name not in CHANNELS}
@@ -190,7 +200,7 @@ def evaluate(
     }
     bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
     return CostEstimate(
-        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck
+        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck, shape.passes
     )
 
 
@@ -213,7 +223,10 @@ def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
     batches = max(1, min(shape.num_gpu_batches, -(-sequences // shape.gpu_batch_size)))
     batch_size = -(-sequences // batches)
     batches = -(-sequences // batch_size)  # 10 in up to 7 batches are five batches of 2
-    return BlockShape(batch_size, batches, shape.schedule, sequences if batch_size * batches > sequences else None)
+    count = sequences if batch_size * batches > sequences else None
+    return BlockShape(
+        batch_size, batches, shape.schedule, count, -int(-shape.passes * sequences // shape.num_sequences)
+    )
 
 
 def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> tuple[float, float]:
@@ -222,15 +235,35 @@ def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affin
     return prefill_s, pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
 
 
+def fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine, tiers: Sequence[Tier] = TIERS) -> int:
+    """Return the fewest passes over a block's prompts with which `tiers` have room, else the most there may be.
+
+    Weights are streamed.
+    """
+    most = problem.most_passes(shape)
+    if most == 1:
+        return 1
+    workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, shape.num_sequences)}
+
+    def fits(passes: int) -> bool:
+        memory = stored_memory(problem, replace(shape, passes=passes), resident=False)
+        return not any(tier in _memory(problem, memory, workspace, fractions)[1] for tier in tiers)
+
+    return 1 if fits(1) else 2 + bisect_left(range(2, most), True, key=fits)
+
+
 def _memory(
-    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
+    problem: PlanningProblem,
+    forms: Mapping[Tier, tuple[Affine, ...]],
+    workspaces: Mapping[Tier, float],
+    fractions: Affine,
 ) -> tuple[dict[Tier, TierMemory], dict[Tier, int]]:
     """Return peak, limit and workspace of each tier, and the missing bytes."""
     memory: dict[Tier, TierMemory] = {}
     missing: dict[Tier, int] = {}
     for tier in TIERS:
-        peak = max(float(form @ fractions) for form in costs.memory[tier])
-        limit, workspace = problem.limits[tier], costs.workspace[tier]
+        peak = max(float(form @ fractions) for form in forms[tier])
+        limit, workspace = problem.limits[tier], workspaces[tier]
         memory[tier] = TierMemory(int(peak), int(limit), int(workspace))
         short = max(peak - limit, peak + workspace - problem.capacity(tier))
         if short > max(1.0, 1e-6 * limit):

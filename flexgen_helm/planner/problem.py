@@ -30,6 +30,7 @@ from flexgen_helm.planner.placement import (
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
+    STREAMED_BATCH_TOKENS,
     TIERS,
     Kind,
     Machine,
@@ -37,7 +38,6 @@ from flexgen_helm.planner.placement import (
     StorageSizes,
     Tier,
     cache_sizes,
-    expert_slot_bytes,
     loader_buffer_bytes,
     staging_sizes,
     storage_sizes,
@@ -77,6 +77,23 @@ def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
 def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
     """Return the fractions of weights, cache and hidden states by tier."""
     return {kind: {tier: float(fractions[columns[tier]]) for tier in TIERS} for kind, columns in COLUMNS.items()}
+
+
+@lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model
+def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
+    """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
+    kinds = {}
+    for stage in stage_names(config):
+        kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
+        for name, shape in config.stage_tensors(stage):
+            if len(shape) > 1:
+                kinds[name] = "head" if name == EMBED_TABLE and borrows_table(config) else expert_of(name) or kind
+    return kinds
+
+
+def borrows_table(config: ModelConfig) -> bool:
+    """Whether the head multiplies with the embedding's table."""
+    return config.tied_head and config.has_embedding
 
 
 # How many experts of a layer a batch uses: what is read of a mixture that is offloaded.
@@ -152,12 +169,14 @@ class BlockShape:
     """The shape of a block: sequences of a batch, batches, and the order of the work.
 
     count: sequences that the block really has; None where all batches are full.
+    passes: over the prompts, each of as many of them; of a single pass, parts whose experts are computed in turn.
     """
 
     gpu_batch_size: int
     num_gpu_batches: int
     schedule: Schedule
     count: float | None = None
+    passes: int = 1
 
     @property
     def num_sequences(self) -> float:
@@ -290,17 +309,6 @@ class PlanningProblem:
         )
         return sum(1 for _ in names) / self.config.num_layers
 
-    @cached_property
-    def matrix_kinds(self) -> Mapping[str, str]:
-        """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
-        kinds = {}
-        for stage in stage_names(self.config):
-            kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
-            for name, shape in self.config.stage_tensors(stage):
-                if len(shape) > 1:
-                    kinds[name] = "head" if name == EMBED_TABLE and self._borrows_table else expert_of(name) or kind
-        return kinds
-
     # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all layers. ---
     @cached_property
     def layer_expert_bytes(self) -> float:
@@ -339,11 +347,23 @@ class PlanningProblem:
             return tokens
         return tokens * experts.per_token / (experts.count * self.experts_used(tokens))
 
+    def most_passes(self, shape: BlockShape) -> int:
+        """Return how often a block's prompts may be divided so that offloaded experts have room for their tokens.
+
+        A pass has a sequence at least, and its prompts three times as many tokens as sequences decode along.
+        """
+        if self.config.experts is None or not shape.schedule.reads_once:
+            return 1
+        if shape.schedule.is_single_pass:
+            return self.workload.num_sequences
+        decodes = self.workload.output > 1
+        return max(1, int(min(shape.num_sequences, self.workload.computed / 3 if decodes else math.inf)))
+
     @cached_property
-    def keeps_experts(self) -> bool:
-        """Whether all experts of a layer stay in their slots while the batches of a pass visit it."""
-        experts = self.config.experts
-        return experts is not None and self.staging.experts >= experts.count * expert_slot_bytes(self.storage)
+    def batch_tokens(self) -> int:
+        """Prompt tokens of one batch: fewer where experts are offloaded."""
+        streams = self.config.experts is not None and self.stored_bytes > self.ranks * self.limits[self.compute_tier]
+        return min(self.max_batch_tokens, STREAMED_BATCH_TOKENS) if streams else self.max_batch_tokens
 
     @cached_property
     def offloads_only_experts(self) -> bool:
@@ -353,18 +373,13 @@ class PlanningProblem:
 
     @cached_property
     def head_elements(self) -> int:
-        tied = self.config.vocab_size * self.config.embed_size if self._borrows_table else 0
+        tied = self.config.vocab_size * self.config.embed_size if borrows_table(self.config) else 0
         return self._stage_elements(HEAD) + tied if self.config.has_head else 0
 
     @cached_property
     def head_bytes(self) -> int:
-        tied = self.storage.matrices[EMBED_TABLE] if self._borrows_table else 0
+        tied = self.storage.matrices[EMBED_TABLE] if borrows_table(self.config) else 0
         return self.storage.stages[HEAD][0] + tied if self.config.has_head else 0
-
-    @property
-    def _borrows_table(self) -> bool:
-        """Whether the head multiplies with the embedding's table."""
-        return self.config.tied_head and self.config.has_embedding
 
     def _stage_elements(self, stage: str) -> int:
         return sum(math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1)
@@ -505,7 +520,7 @@ class PlanningProblem:
         sequences: of the block.
         """
         workload, workspace = self.workload, self.workspace
-        most = max(self.max_batch_tokens, workload.longest_prompt)
+        most = max(self.batch_tokens, workload.longest_prompt)
         prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
         decoding = min(sequences, shape.gpu_batch_size)
         largest = max(

@@ -14,6 +14,8 @@ from flexgen_helm.planner.placement import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
+    EXPERT_COPIES,
+    EXPERTS_SHARE,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
     LONG_BLOCKS,
@@ -104,7 +106,10 @@ class RunMemory:
             return self.placement.activations
         left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
         for tier in dict.fromkeys((self._compute_tier, "cpu")):
-            fractions[tier] = min(left, ACTIVATIONS_SHARE * self.free[tier] / total)
+            room = ACTIVATIONS_SHARE * self.free[tier]
+            if self._has_experts and tier == self._compute_tier:
+                room = self.expert_tokens * self.hidden_bytes
+            fractions[tier] = min(left, room / total)
             left = 1.0 - sum(fractions.values())
         return {**fractions, "disk": max(0.0, left)}
 
@@ -121,13 +126,15 @@ class RunMemory:
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
             fill_tokens = 0  # memory runs out before the disk does, even if every page on it holds a single token
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
+        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:
+            max_sequences = min(max_sequences, max(1, self.expert_tokens // 4))
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
-            batch_tokens,
-            batch_sequences,
+            min(batch_tokens, self.expert_tokens),
+            min(batch_sequences, self.expert_tokens),
             min(max_sequences, max_windows),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
-            pass_tokens=self._pass_tokens(),
+            pass_tokens=self._pass_tokens(max_sequences),
             page_tokens=self._page_tokens,
             slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
@@ -140,21 +147,49 @@ class RunMemory:
         policy = self.policy
         if policy is not None:
             blocks = LONG_BLOCKS if self.is_searched and self._page_tokens else 1
-            return MAX_BATCH_TOKENS, policy.gpu_batch_size, blocks * policy.block_size
+            tokens = STREAMED_BATCH_TOKENS if self._has_experts else MAX_BATCH_TOKENS
+            return tokens, policy.gpu_batch_size, blocks * policy.block_size
         if self.placement.streams_weights:
             return STREAMED_BATCH_TOKENS, STREAMED_BATCH_TOKENS, UNLIMITED
         least = LONG_MAX_SEQUENCES if self._page_tokens else 0
         return BATCH_TOKENS, BATCH_TOKENS, max(least, MAX_SEQUENCES[self._compute_tier])
 
-    def _pass_tokens(self) -> int:
-        """Return the most prompt tokens that join a pass."""
+    def _pass_tokens(self, max_sequences: int) -> int:
+        """Return the most prompt tokens that join a pass.
+
+        max_sequences: that may decode in it, too.
+        """
         if self.schedule.is_single_pass:
             return UNLIMITED
         if not self.schedule.reads_once:
-            return PASS_TOKENS
-        shares = self.placement.activations.items()
+            return min(PASS_TOKENS, self.expert_tokens)
+        shares = self._copies.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        return max(1, int(pass_bytes / self.hidden_bytes))
+        tokens = int(pass_bytes / self.hidden_bytes)
+        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:
+            tokens = min(tokens, self.expert_tokens - max_sequences)  # whose newest tokens have experts, too
+        return max(1, tokens)
+
+    @property
+    def _has_experts(self) -> bool:
+        """Whether experts are offloaded, which are then read once for all tokens that have room."""
+        return self.placement.expert_bytes > 0
+
+    @property
+    def _copies(self) -> Fractions:
+        """Copies of a token's hidden state that each tier has of a pass, or of its part whose experts are computed."""
+        copies = self.placement.activations
+        if not self._has_experts:
+            return copies
+        return {**copies, self._compute_tier: EXPERT_COPIES + self.schedule.is_single_pass}  # and one at rest
+
+    @cached_property
+    def expert_tokens(self) -> int:
+        """The most tokens whose experts are computed together, at least the longest sequence."""
+        tier = self._compute_tier
+        if not self._has_experts:
+            return UNLIMITED
+        return int(self._waiting_bytes[tier] / (self._copies[tier] * self.hidden_bytes))
 
     @cached_property
     def _page_tokens(self) -> int:
@@ -187,43 +222,51 @@ class RunMemory:
 
     @cached_property
     def _waiting_bytes(self) -> dict[Tier, float]:
-        """Bytes of each tier that hidden states of waiting batches may take.
+        """Bytes of each tier that hidden states of waiting batches may take, or of tokens whose experts are computed.
 
         Under a policy they may take what the block's cache and staging leave, and always at least their share.
         """
-        if not self.schedule.reads_once:  # one batch at a time: nothing waits
-            return dict.fromkeys(TIERS, 0.0)
-        size, policy, waiting = self.size, self.policy, {}
+        size, policy, waiting = self.size, self.policy, dict.fromkeys(TIERS, 0.0)
+        is_single_pass = self.schedule.is_single_pass
         for tier in TIERS:
+            has_experts = self._has_experts and tier == self._compute_tier
+            if not self.schedule.reads_once and not has_experts:  # one batch at a time: nothing waits
+                continue
+            left: float = self.free[tier] - (self._staging[1] if tier == self._compute_tier else 0)
             allowed = ACTIVATIONS_SHARE * self.free[tier]
-            if policy is not None and not self.schedule.is_single_pass:
-                staging = self._staging[1] if tier == self._compute_tier else 0
-                left: float = self.free[tier] - staging
+            if policy is not None and not is_single_pass:
                 positions = policy.block_size * size.longest
                 if size.decodes:
                     left -= positions * self.cache.bytes_per_token * self.placement.cache[tier]
                     left -= policy.block_size * self.cache.window_bytes if tier == self._compute_tier else 0
                 else:  # the planned block has room, and shared prefixes have the rest
-                    left = min(positions * self.hidden_bytes * self.placement.activations[tier], left)
+                    left = min(positions * self.hidden_bytes * self._copies[tier], left)
                 allowed = max(allowed, left)
+            elif has_experts:
+                allowed = EXPERTS_SHARE * left
             # At least one sequence, however long: a preempted one is computed again in one piece.
+            token_bytes = self.hidden_bytes * max(1, self._copies[tier])
             most = max(size.prompt_tokens, size.longest)
-            waiting[tier] = min(max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes)
+            waiting[tier] = min(max(allowed, size.longest * token_bytes), most * token_bytes)
         return waiting
 
     @cached_property
     def _available(self) -> dict[Tier, float]:
         """Bytes of each tier that waiting hidden states and staging leave; negative where they exceed it."""
-        waiting = {tier: self._waiting_bytes[tier] for tier, share in self.placement.activations.items() if share > 0}
+        waiting = {tier: self._waiting_bytes[tier] for tier, copies in self._copies.items() if copies > 0}
         staged = {self._compute_tier: self._staging[1]}
         return {tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS}
 
     @cached_property
     def _windows_bytes(self) -> float:
-        """Bytes for residual windows of an offloaded cache, which stay on the compute tier: half of its room."""
+        """Bytes for residual windows of an offloaded cache, which stay on the compute tier.
+
+        Half of its room, or those of the planned block.
+        """
         if not self.cache.window_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
-        return max(self._available[self._compute_tier] / 2, self.cache.window_bytes)
+        room, block = self._available[self._compute_tier], 1 if self.policy is None else self.policy.block_size
+        return max(room / 2, min(room, block * self.cache.window_bytes), self.cache.window_bytes)
 
     @cached_property
     def cache_bytes(self) -> dict[Tier, float]:
@@ -254,6 +297,8 @@ class RunPlan:
     cache, activations: fractions of the KV cache and of the hidden states by tier.
     limits: what a pass may hold.
     cache_room: bytes of each tier that cache blocks may take.
+    expert_tokens: the most tokens whose experts are computed together, each with `EXPERT_COPIES` hidden states on the
+        compute tier; `UNLIMITED` where no experts are offloaded from it.
     """
 
     compute_tier: Tier
@@ -264,6 +309,7 @@ class RunPlan:
     activations: Fractions
     limits: SchedulerLimits
     cache_room: Mapping[Tier, int]
+    expert_tokens: int = UNLIMITED
 
     def comparable_policy(self, at_once: int) -> Policy:
         """Return the policy that a run really had, or the closest one to the rule of thumb's, to predict its time.
@@ -283,8 +329,8 @@ class RunPlan:
         cc, hc = float(self.cache["cpu"] > 0), float(self.compute_tier == "cpu")
         return Policy(batch, batches, wg, wc, 1.0 - cc, cc, 1.0 - hc, hc)
 
-    def describe(self, num_sequences: int) -> str:
-        """Return the plan in one line, for people; num_sequences: of the whole run."""
+    def describe(self, num_sequences: int, prompt_tokens: int = 0) -> str:
+        """Return the plan in one line, for people; num_sequences, prompt_tokens: of the whole run."""
         streams = [
             f"{share:.0%} of the weights from {TIER_PLACES[tier].partition(' ')[2]}"
             for tier, share in self.weights.items()
@@ -299,6 +345,9 @@ class RunPlan:
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)
         parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))
+        in_pass = min(self.expert_tokens, self.limits.pass_tokens)
+        if self.expert_tokens < UNLIMITED and (passes := -(-prompt_tokens * block // (num_sequences * in_pass))) > 1:
+            parts.append(f"its prompts in {passes:,} readings of the experts")
         return ", ".join([*parts, f"schedule {self.schedule}"])
 
 
@@ -361,6 +410,7 @@ def _plan(
         division.activation_fractions(),
         division.limits(),
         {tier: int(num_bytes) for tier, num_bytes in division.cache_bytes.items()},
+        division.expert_tokens,
     )
 
 

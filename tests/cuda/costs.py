@@ -13,6 +13,7 @@ import torch
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.cuda.device import Device
+from tests.helpers.layers import replace_layers
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
 COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py")
@@ -37,14 +38,14 @@ class Costs:
 @contextmanager
 def counted(device: Device) -> Iterator[Costs]:
     """Count what runs inside the passes."""
-    costs, honest_layer, honest_run = Costs(), Executor._layer, Executor.run
+    costs, honest_run = Costs(), Executor.run
     for kept in (word_scales(torch.device("cuda:0")), word_zero_points(4, torch.device("cuda:0"))):
         assert kept.is_cuda  # tables that a process copies once
 
-    def layer(self: Executor, number: int, state: Any, weights: Any) -> Any:
+    def step(compute: Any, _: int, batches: Any) -> Any:
         before = sum(device.kernels.values())
-        hidden = honest_layer(self, number, state, weights)
-        if not state.metadata.prompts:
+        hidden = compute()
+        if not any(batch.attend.metadata.prompts for batch in batches):
             costs.layers.append(sum(device.kernels.values()) - before)
         return hidden
 
@@ -62,7 +63,7 @@ def counted(device: Device) -> Iterator[Costs]:
             lines += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_layer", layer)
+        replace_layers(patch, step)
         patch.setattr(Executor, "run", run_pass)
         yield costs
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from flexgen_helm.engine.executor import Executor
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from tests.cuda.engine_runs import DISK, HOST, LIMITS, THIRDS, assert_close, requests, run
+from tests.helpers.layers import replace_layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,16 +42,15 @@ def test_scores_equal_transformers(tiny, tmp_path, variant, dtype, placement):
 
 def late_products(patch):
     """The computing stream is behind the copies."""
-    layer = Executor._layer
 
-    def late(*arguments):
+    def late(compute, *_):
         torch.cuda._sleep(CYCLES)
         try:
-            return layer(*arguments)
+            return compute()
         finally:
             torch.cuda._sleep(CYCLES)
 
-    patch.setattr(Executor, "_layer", late)
+    replace_layers(patch, late)
 
 
 def late_copies(patch):

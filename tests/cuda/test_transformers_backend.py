@@ -28,10 +28,7 @@ WITH_EXPERTS = ("GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(("name", "placement"), share(itertools.product(CLASSES, PLACEMENTS), 2))
 def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, placement, tmp_path):
-    """Their values are those of the class itself; no race, no pageable copy.
-
-    Loaders wait for guesses of that choice.
-    """
+    """Their values are those of the class itself; no race, no pageable copy."""
     model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
     asked = requests(4, 30, 3, shared=10, tokens=60)
     asked.append(replace(asked[0], prompt_token_ids=asked[0].prompt_token_ids[:11]))  # a token behind what is shared
@@ -43,14 +40,13 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     device.check()
     routed = [line for line in costs.waits if line.startswith("models/routing.py")]
     assert bool(routed) == (name in WITH_EXPERTS)
-    guessed = [line for line in costs.waits if line.startswith("offload/experts.py")]
-    costs.waits = [line for line in costs.waits if line not in (*routed, *guessed)]
+    costs.waits = [line for line in costs.waits if line not in routed]
     check(costs)
     assert_close(model, results, torch.float16)
 
 
-# Of a decode layer like Llama's, which by its record takes 25. Its norms by single operations would be fourteen more.
-LAUNCHES = 28
+# Of a decode layer like Llama's, which by its record takes 24. Its norms by single operations would be fourteen more.
+LAUNCHES = 27
 
 
 def test_launches_of_a_decode_step(tmp_path):

@@ -105,8 +105,9 @@ def _outcome(case: Case) -> Outcome:
 
 def _break(fault: str, folder: Path) -> None:
     """Let this rank fail in the way of `Job.fault`."""
-    from flexgen_helm.engine import engine, executor
+    from flexgen_helm.engine import engine
     from flexgen_helm.scheduling import prepare
+    from tests.helpers.layers import replace_layers_for_good
 
     if fault == "order":
         prepare.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
@@ -119,17 +120,17 @@ def _break(fault: str, folder: Path) -> None:
 
         engine.tier_capacities = once
     elif fault == "kill":
-        compute, count = executor.Executor._layer, 0
+        count = 0
 
-        def layer(*arguments: Any) -> Any:
+        def step(compute: Any, *_: Any) -> Any:
             nonlocal count
             count += 1
             if count == 40:
                 (folder / "fault").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            return compute(*arguments)
+            return compute()
 
-        executor.Executor._layer = layer
+        replace_layers_for_good(step)
 
 
 def _main(rank: Rank, folder: Path) -> None:

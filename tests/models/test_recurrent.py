@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
 from flexgen_helm.kv_cache.cache import BlockStates, KVCache
 from flexgen_helm.models.transformers_backend import trace
 from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 from tests.helpers.backend_models import largest_difference, off, saved
+from tests.helpers.layers import replace_layers
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.tiny_causal_models import tiny_config
@@ -61,11 +61,11 @@ def test_prompts_alone_layer_by_layer(hybrid):
 def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two_versions):
     """Memory runs out behind the first layers of a pass that decodes; the inverse: with one version it would show."""
     model, folder = hybrid
-    compute, failures = Executor._layer, []
+    failures = []
 
-    def fails_once(self, layer, state, weights):
-        out = compute(self, layer, state, weights)
-        if layer == 1 and not state.metadata.prompts and len(failures) < 1 and len(state.metadata.decodes) > 1:
+    def fails_once(compute, layer, batches):
+        out, metadata = compute(), batches[0].attend.metadata
+        if layer == 1 and not metadata.prompts and len(failures) < 1 and len(metadata.decodes) > 1:
             failures.append(layer)
             raise torch.OutOfMemoryError("out of memory")
         return out
@@ -76,7 +76,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
             self._versions(layer)[:, : len(states)] = states
 
         monkeypatch.setattr(BlockStates, "write", one_version)
-    monkeypatch.setattr(Executor, "_layer", fails_once)
+    replace_layers(monkeypatch, fails_once)
     monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 2)
     asked = requests()
     with Engine.from_pretrained(folder) as engine:

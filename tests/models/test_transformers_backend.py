@@ -346,30 +346,6 @@ def test_what_is_listed_is_refused_by_name(name, tmp_path):
     assert name in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"])
-def test_likely_experts_are_those_that_the_router_would_select_now(name, tmp_path):
-    """Hidden states before a layer go through its router, with its norm and without its attention."""
-    model = saved(name, tmp_path)
-    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
-    with Engine.from_pretrained(tmp_path) as engine:
-        config = engine.config
-        last = config.num_layers - 1
-        with engine._weights.stage(f"layers.{last}", 5) as weights:
-            scores = engine._model.decoder.likely_experts(weights, last, hidden)
-            none = engine._model.decoder.likely_experts(weights, 0, hidden)
-    layer = model.model.layers[last]
-    block = layer.feed_forward if name.startswith("Llama4") else layer.mlp
-    x = layer.post_attention_layernorm(hidden)
-    if name.startswith("Gpt"):
-        selected = block.router(x)[2]
-    elif name.startswith("Llama4"):
-        selected = block.router(x)[1].topk(block.top_k).indices
-    else:
-        selected = block.gate(x[None])[-1]
-    assert (none is None) == (0 in config.experts.dense_layers)
-    assert scores.nonzero().flatten().tolist() == sorted(set(selected.flatten().tolist()))
-
-
 @pytest.mark.skipif(
     transformers.__version__.startswith("5.20."), reason="its rotation reads positions while shapes alone pass: refused"
 )

@@ -16,6 +16,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from tests.helpers.faults import replaced
+from tests.helpers.layers import replace_layers
 from tests.helpers.parity import assert_same, prompts
 
 MIB = 1 << 20
@@ -119,7 +120,7 @@ def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path,
 def test_what_cannot_be_divided_is_an_error_and_the_engine_lives(tiny, expected, tmp_path, monkeypatch, overlap):
     with offloaded(tiny, tmp_path, overlap=overlap) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_layer", never_enough)
+            replace_layers(patch, never_enough)
             with pytest.raises(MemoryLimitError, match="in a batch that cannot be divided; raise --gpu-memory, or"):
                 engine.run(workload())
         assert engine.last_run == {}

@@ -14,7 +14,7 @@ from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, expert_of, stage_names
 from flexgen_helm.planner.plan import Plan, make_plan, planning_problem
 from flexgen_helm.planner.policy import Policy, Workload
-from flexgen_helm.planner.predict import evaluate, placed_fractions, placed_weights, weight_reads
+from flexgen_helm.planner.predict import evaluate, placed_fractions, weight_reads
 from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.search import search
 from tests.helpers.planning_problems import config
@@ -87,7 +87,7 @@ def check_by_scan(made):
     """Try block after block. Sizes beside the found one are all tried, larger ones in steps of 2 %."""
     problem, policy = made.problem, made.solution.policy
     fractions = placed_fractions(problem, policy)
-    reads = weight_reads(problem, placed_weights(problem, policy), fractions)
+    reads = weight_reads(problem, policy, fractions)
     endless = replace(problem, endless=True)
 
     def block(sequences):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flexgen_helm.planner.placement import ACTIVATIONS_SHARE, CacheSizes, Machine, StorageSizes
-from flexgen_helm.planner.policy import ZIGZAG, Policy
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.planner.placement import ACTIVATIONS_SHARE, UNLIMITED, CacheSizes, Machine, StorageSizes
+from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.run_plan import RunMemory, RunSize
 from flexgen_helm.planner.weight_placement import Placement
@@ -46,6 +49,41 @@ def test_a_planned_block_that_keeps_no_cache_is_let_in_whole(plan, sequences):
     found = limits(Policy(sequences, 1, 0, 1, 1, 0, 1, 0), replace(plan, cache=NEAR), asked=scored)
     assert found.pass_tokens == sequences * 20
     assert found.cache_tokens == (1_000_000 - sequences * 20 * 500) // 1200
+
+
+@given(
+    st.sampled_from([ROW, ZIGZAG, PREFILL_ONLY]),
+    st.sampled_from([None, Policy(4, 1), Policy(3, 8, 0, 1, 1, 0, 1, 0), Policy(8, 4, 0, 1, 0.5, 0.5, 0, 1)]),
+    st.builds(RunSize, st.integers(1, 60), st.integers(1, 20_000), decodes=st.booleans()),
+    st.integers(50_000, 20_000_000),
+    st.sampled_from(["cpu", "gpu"]),
+)
+def test_tokens_whose_experts_are_computed_together_have_room(schedule, policy, size, num_bytes, tier):
+    """Four hidden states of each on the compute tier, and in a single pass those of all that wait there."""
+    share = 1.0 if policy is None else policy.cg if tier == "gpu" else policy.cg + policy.cc
+    cache = {"gpu": 0.0, "cpu": 0.0, "disk": 0.0, tier: share}
+    cache["cpu"] += 1.0 - share
+    free, hidden = {"gpu": 0, "cpu": 10**9, "disk": 0, tier: num_bytes}, 500
+    model, machine = StorageSizes(planning_problems.config("opt-125m")), Machine(free, tier)
+    at_rest = {"gpu": 0.0, "cpu": 0.0, "disk": 0.0, tier: 1.0}
+    placement = Placement(model, machine, {}, cache, at_rest, 1, False, expert_bytes=1)
+    memory = RunMemory(placement, policy, schedule, size, free, CacheSizes(120, 10), hidden)
+    try:
+        limits = memory.limits()
+    except MemoryLimitError:
+        assert num_bytes < (4 + schedule.is_single_pass) * hidden * size.longest
+        return
+    copies = 4 * hidden * memory.expert_tokens
+    if schedule.is_single_pass:
+        copies += memory.activation_fractions()[tier] * hidden * size.prompt_tokens
+    assert copies + share * limits.cache_tokens * 120 <= num_bytes + 1
+    assert memory.expert_tokens >= size.longest and limits.batch_tokens <= memory.expert_tokens
+    if not schedule.is_single_pass:
+        assert limits.pass_tokens <= memory.expert_tokens
+    if schedule is ZIGZAG and size.decodes and memory.expert_tokens < size.prompt_tokens:
+        assert limits.pass_tokens == 1 or limits.pass_tokens + limits.max_sequences <= memory.expert_tokens
+    resident = RunMemory(replace(placement, expert_bytes=0), policy, schedule, size, free, CacheSizes(120, 10), hidden)
+    assert resident.expert_tokens == UNLIMITED
 
 
 def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():

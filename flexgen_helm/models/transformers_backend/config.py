@@ -89,7 +89,6 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others=res
     experts: used in the order of routing.
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
     float32: those of the resident ones that have float32 in every model, such as biases that choose experts.
-    router, router_norm: modules that select the experts of hidden states, and that norm these before; "" if unknown.
     mixer: what keeps a state of each sequence; None in most layers.
     attends: it has keys and values.
     """
@@ -100,8 +99,6 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others=res
     num_experts: int = 0
     per_token: int = 0
     float32: tuple[str, ...] = ()
-    router: str = ""
-    router_norm: str = ""
     mixer: Mixer | None = None
     attends: bool = True
 

@@ -6,8 +6,8 @@ of a head, V vocabulary, E experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Attend, Decoder, StageWeights, StateGroup, TableRows
+from flexgen_helm.models.decoder import Attend, Decoder, LayerBatch, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.decoder_config import DecoderConfig
-from flexgen_helm.models.routing import Routing
+from flexgen_helm.models.routing import RoutedTokens, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
@@ -64,6 +64,8 @@ class TransformersDecoder:
         head = self._model.model.get_output_embeddings()
         head.forward = partial(self._linear, "lm")
         self._device = device
+        # Functions of modules that do not follow the batch.
+        self._functions: AbstractContextManager[Any] = BatchInvariant() if device.type == "cpu" else nullcontext()
         self._no_values = torch.zeros((), device=device, dtype=dtype)
         # What the code outside the layers uses is there from the beginning, in zeros: which arguments layers get does
         # not depend on its values.
@@ -98,7 +100,7 @@ class TransformersDecoder:
 
     def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
         """token_ids and positions [T] -> what layers are given (`TokenState`), [T, state size]."""
-        with self._stage(weights, self._outside["embed"]):
+        with self._stage(weights, self._outside["embed"]), self._functions:
             # A table consists of the rows that are looked up, in their order: a class of its own may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             if self._layer_inputs is not None:
@@ -111,40 +113,32 @@ class TransformersDecoder:
                     table._parameters["weight"] = None
             return self._state.new(hidden, layers)
 
-    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
-        """Decoder layer number `layer`: hidden [T, state size] -> the same."""
+    def layer(self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]) -> Generator[Tensor, None, None]:
+        """Decoder layer number `layer`: of each batch hidden [T, state size] -> the same (`Decoder.layer`)."""
         layer += self.config.layers_before
-        kind, arguments = self._modules.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
-        with (
-            self._stage(weights, self._inside[layer]),
-            self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
-        ):
-            self._state_groups = attend.state_groups
+        kind = self._modules.kind(layer)
+        with self._stage(weights, self._inside[layer]), self._model.bound(None, None):
+            runs = (partial(self._layer, kind, layer, *batch) for batch in batches)
+            yield from run_together(runs, weights.use_experts) if kind.num_experts else (run() for run in runs)
+
+    def _layer(self, kind: LayerKind, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
+        arguments = self._state.arguments(hidden, layer, rotary[layer])
+        self._bind(kind, attend)
+        with self._functions:
             out = self._model.layer(layer, self._state.hidden(hidden), arguments)
             return self._state.after(hidden, layer, out, arguments)
+
+    def _bind(self, kind: LayerKind, attend: Attend) -> None:
+        """Let modules attend to what a batch sees."""
+        bindings, self._state_groups = self._model.bindings, attend.state_groups
+        bindings.attend = partial(self._attend, attend)
+        bindings.run_experts = partial(self._run_experts, kind, attend)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """What layers returned [T, state size], of the positions to score -> logits [T, V] in float32."""
         positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
-        with self._stage(weights, self._outside["head"]):
+        with self._stage(weights, self._outside["head"]), self._functions:
             return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
-
-    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
-        layer += self.config.layers_before
-        kind, modules = self._modules.kind(layer), self._model.layers[layer]
-        if not kind.router or self._modules.streams > 1:
-            return None
-        x = self._state.hidden(hidden)
-        with (
-            self._stage(weights, self._inside[layer]),
-            self._model.bound(None, _end_with_selection),
-        ):
-            try:
-                modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
-            except _SelectionError as end:
-                return Routing(end.call.selected, end.call.weights, kind.num_experts).largest_weights()
-        return None
 
     def _tensors_of(self, module: nn.Module, shapes: Shapes) -> list[_ModuleTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
@@ -166,8 +160,7 @@ class TransformersDecoder:
                 tensor = weights.vector(entry.name)
                 assert tensor is not None, entry.name
                 entry.tensors[entry.leaf] = tensor.view(entry.zeros.shape)
-            with BatchInvariant() if self._device.type == "cpu" else nullcontext():
-                yield
+            yield
         finally:
             self._weights = None
             for entry in found:
@@ -197,23 +190,31 @@ class TransformersDecoder:
             sinks = F.pad(sinks, (0, more_queries))
         return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[:, :heads, :value_dim]
 
-    def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
+    def _run_experts(self, kind: LayerKind, attend: Attend, call: ExpertsCall) -> Tensor:
         """Each token x [T, H] through its experts."""
-        assert self._weights is not None
-        module, weights = call.module, self._weights
+        expert = partial(self._expert, call)
+        tokens = RoutedTokens(call.x, call.selected, call.weights, kind.num_experts, expert, call.weighs_input)
+        self._functions.__exit__(None, None, None)  # PyTorch has one stack of them for all batches
+        try:
+            return wait_for_experts(tokens)
+        finally:
+            self._functions.__enter__()
+            self._bind(kind, attend)  # other batches have run meanwhile
 
-        def linear(number: int, entry: str, x: Tensor) -> Tensor:
+    def _expert(self, call: ExpertsCall, number: int, x: Tensor) -> Tensor:
+        """Tokens x [t, H] through one expert."""
+        module, weights = call.module, self._weights
+        assert weights is not None
+
+        def linear(entry: str, x: Tensor) -> Tensor:
             y = weights.linear(expert_name(call.path, number, entry).removesuffix(".weight"), x)
             return y + getattr(module, f"{entry}_bias")[number] if module.has_bias else y
 
-        def expert(number: int, x: Tensor) -> Tensor:
-            inner = linear(number, "gate_up_proj" if module.has_gate else "up_proj", x)
+        with self._functions:
+            inner = linear("gate_up_proj" if module.has_gate else "up_proj", x)
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            y = linear(number, "down_proj", inner)
+            y = linear("down_proj", inner)
             return module.post_expert_norm(y) if module.has_post_expert_norm else y
-
-        routing = Routing(call.selected, call.weights, kind.num_experts)
-        return routing.apply(call.x, weights.use_experts, expert, call.weighs_input)
 
 
 LayerDecoder = Decoder | TransformersDecoder
@@ -225,18 +226,6 @@ def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         return TransformersDecoder(config, device, dtype)
     assert isinstance(config, DecoderConfig)
     return Decoder(config, device, dtype)
-
-
-class _SelectionError(Exception):
-    """Experts are selected: what they would compute is not wanted."""
-
-    def __init__(self, call: ExpertsCall) -> None:
-        super().__init__()
-        self.call = call
-
-
-def _end_with_selection(call: ExpertsCall) -> Tensor:
-    raise _SelectionError(call)
 
 
 # Norms of `transformers` take up to eight operations, ours one.

@@ -220,7 +220,7 @@ class LayeredModel:
 
     @contextmanager
     def bound(
-        self, attend: Callable[[AttentionCall], Tensor] | None, run_experts: Callable[[ExpertsCall], Tensor]
+        self, attend: Callable[[AttentionCall], Tensor] | None, run_experts: Callable[[ExpertsCall], Tensor] | None
     ) -> Iterator[None]:
         """Let modules call these functions."""
         self.bindings.attend, self.bindings.run_experts = attend, run_experts

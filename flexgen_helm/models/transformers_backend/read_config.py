@@ -84,6 +84,8 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
     name, config = type(model.model).__name__, model.model.config.get_text_config()
     in_float32 = kept_in_float32(model.model)
     kinds = [layer_kind(layer, of_layer, name, in_float32) for layer, of_layer in zip(model.layers, trace.layers)]
+    if model.own_attention and any(kind.num_experts for kind in kinds):  # whose batches wait inside of a layer
+        raise UnsupportedArchitectureError(f"{name} has experts beside attention in its own code")
     # Whether a layer has neither attention nor a state is said by the configuration (Nemotron-H).
     words = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
     without = {layer for layer, word in enumerate(words) if word in ("mlp", "moe")}

@@ -276,7 +276,6 @@ def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pa
         for leaf, tensor in own_tensors(module).items()
         if (path := f"{owner}.{leaf}" if owner else leaf) not in taken
     )
-    router, router_norm = _router(trace, linears) if len(experts) == 1 else ("", "")
     call = next(iter(trace.experts.values()), None)
     return LayerKind(
         matrices,
@@ -285,8 +284,6 @@ def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pa
         num_experts=0 if call is None else call.module.num_experts,
         per_token=0 if call is None else call.selected.shape[1],
         float32=tuple(path for path, _ in resident if in_float32.search(path)),
-        router=router,
-        router_norm=router_norm,
         mixer=mixer,
         attends=bool(trace.calls),
     )
@@ -308,20 +305,6 @@ def _mixer(trace: LayerTrace, linears: list[str], name: str) -> Mixer | None:
     output = next((linear for linear in inside if trace.outputs[linear] is returned), "")
     width = sum(trace.outputs[linear].shape[-1] for linear in inputs) or given.shape[-1]
     return Mixer(path, tuple(trace.states), inputs, output, width, trace.one_by_one)
-
-
-def _router(trace: LayerTrace, linears: list[str]) -> tuple[str, str]:
-    """Return the module around a layer's only experts, and the one whose result it is given.
-
-    "" twice if they are not found, or if the module computes more than a selection before, such as a shared expert.
-    """
-    (experts,) = trace.experts
-    block = experts.rpartition(".")[0]
-    given = trace.inputs.get(block)
-    norm = next((path for path, returned in trace.outputs.items() if returned is given), "")
-    before = trace.order[: trace.order.index(experts)]
-    num_linears = sum(path.startswith(f"{block}.") and path in linears for path in before)
-    return (block, norm) if block and norm and given is not None and num_linears < 2 else ("", "")
 
 
 def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
