@@ -236,6 +236,7 @@ class Plan:
             "predicted": {
                 "prefill_s": prediction.prefill_s,
                 "decode_s": prediction.decode_s,
+                "prefill_passes": prediction.passes,
                 "latency_s": prediction.latency_s,
                 "tokens_per_s": prediction.tokens_per_s,
                 "sequences_per_h": self.sequences_per_h,
@@ -333,8 +334,10 @@ def _explanation(problem: PlanningProblem, solution: Solution, max_latency: floa
     halved = _rates_with(problem, solution, 1 / 2)
     part = min(halved, key=lambda name: halved[name])
     longer = 100 * (now / halved[part] - 1)
+    passes = solution.prediction.passes
     sentences = (
         ", ".join(bounds),
+        *([f"a block's prompts are computed in {passes} parts, each of which reads the experts"] if passes > 1 else []),
         "; ".join(helps) or "doubling one resource brings little",
         f"the prediction depends most on the {part}: at half of its rates the work takes {longer:.0f} % longer",
     )
