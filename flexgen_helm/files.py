@@ -150,6 +150,14 @@ def spelled_duration(seconds: float) -> str:
     return f"{large:,} {units[0]} {small} {units[1]}"
 
 
+def rough_duration(seconds: float) -> str:
+    """Return '2 days', '38 h', '2.5 h', '9 min' or '4.2 s', for plans: they are no more exact."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if (number := seconds / length) > 1.9:
+            return f"{round(2 * number) / 2 if number < 10 else round(number):,} {unit}".replace(".0 ", " ")
+    return f"{seconds:.3g} s"
+
+
 def count(number: int, noun: str) -> str:
     """Return '1 run' or '1,234 runs'."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

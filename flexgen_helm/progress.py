@@ -186,10 +186,11 @@ def describe(event: Event) -> str:
         case ModelInUse():
             return f"{event.name} in {event.precision}"
         case Progress():
-            return (
+            line = (
                 f"{event.done_tokens:,.0f} of about {event.total_tokens:,} tokens, {event.done_requests:,} of "
                 f"{count(event.total_requests, 'request')}, {event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
             )
+            return "; ".join(filter(None, (line, reading(event))))
         case _:
             return event.text
 
@@ -197,6 +198,15 @@ def describe(event: Event) -> str:
 def time_left(progress: Progress) -> str:
     seconds = progress.remaining_s
     return "time left not known yet" if seconds is None else f"{duration(seconds)} left"
+
+
+def reading(progress: Progress) -> str:
+    """Say where a pass is, what it has read of the disk, and how fast; empty for weights that are in memory."""
+    if not progress.pass_bytes:
+        return ""
+    read = f"{size(progress.read_bytes)} of about {size(progress.pass_bytes)}"
+    where = f"pass {progress.num_passes:,}, layer {progress.layer} of {progress.num_layers}"
+    return f"{where}: {read} read, disk {progress.read_bytes_s / 1e9:.2f} GB/s"
 
 
 def _bytes_in(folder: Path) -> int:

@@ -209,6 +209,9 @@ class Progress:
     total_tokens: expected, from the lengths of the answers so far; at first half of every `max_tokens`.
     elapsed_s: seconds since the run began.
     memory_bytes: held now by each tier that holds anything.
+    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this process.
+    read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if none are there.
+    read_bytes_s: of the disk, over the last seconds.
     """
 
     done_tokens: float
@@ -217,6 +220,12 @@ class Progress:
     total_requests: int
     elapsed_s: float
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_passes: int = 0
+    layer: int = 0
+    num_layers: int = 0
+    read_bytes: int = 0
+    pass_bytes: int = 0
+    read_bytes_s: float = 0.0
 
     @property
     def is_finished(self) -> bool:

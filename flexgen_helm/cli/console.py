@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,17 @@ def print_rows(
     """Print a table of text on stdout; optional: as of `table_text`; width: None for the terminal's."""
     console = output()
     console.print(table_text(headings, rows, width or console.width, optional), soft_wrap=True)
+
+
+def print_command(words: Sequence[str]) -> None:
+    """Print a command to copy, in lines that fit."""
+    console, lines = output(), [" "]
+    for word in map(shlex.quote, words):
+        value_room = 30 * word.startswith("--")  # on one line with its flag
+        if len(lines[-1]) + len(word) + value_room > console.width - 3:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    console.print(" \\\n".join(lines), soft_wrap=True)
 
 
 def output() -> Console:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, print_table, say, write_file, write_json
+from flexgen_helm.cli.console import (
+    output,
+    print_command,
+    print_csv,
+    print_json,
+    print_rows,
+    print_table,
+    say,
+    write_file,
+    write_json,
+)
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     CsvFlag,
@@ -23,7 +33,7 @@ from flexgen_helm.cli.engine_flags import (
     require_folder,
     to_arguments,
 )
-from flexgen_helm.cli.plan_problem import Asked, print_block, print_stored_type, problem_for, profile_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, profile_for, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
@@ -230,19 +240,24 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
     workload, console = problem.workload, output()
     number = "prompts" if problem.endless else count(workload.num_sequences, "prompt")
+    together = count(made.block_sequences, "sequence")
+    if not prediction.feasible:
+        console.print(made.why, style="bold")
+    elif problem.endless:  # blocks of other precisions are not of this size
+        print_time(made.expected, f"a block of {together}", problem.precision.name)
+    else:
+        print_time(made.expected, number, problem.precision.name, by_precision)
     console.print(
-        f"{model} ({problem.precision.name}) on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
+        f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
         f"{count(round(workload.output), 'generated token')} each"
     )
     print_stored_type(model, problem)
-    together = count(made.block_sequences, "sequence")
     if prediction.feasible:
         speed = (
             f"{rate_text(prediction.tokens_per_s)} generated tokens/s, {rate_text(made.sequences_per_h)} sequences/h"
         )
-        whole = f"{together} at a time, which take" if problem.endless else f"{number} in"
-        console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
-        console.print(f"Expect {range_text(made.expected)}: {made.spread.source}.")
+        console.print(f"{speed}: {spelled_duration(prediction.latency_s)}")
+        console.print(f"The range: {made.spread.source}.")
         if by_precision:
             print_table([_precision_row(*item) for item in by_precision.items()])
     _print_placement(made)
@@ -255,17 +270,13 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
         console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
     if prediction.feasible:
         _print_seconds(made)
-        print_block(made)
-    console.print(made.why)
-    if prediction.feasible:
+        console.print(made.why)
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
     if command is not None:
         machine = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
         entries = ", with your own run entries" if command[1] == "run" else ""
         console.print(f"To run it{machine}{entries}:")
-        engine_flags = command.index("--precision")
-        for words, end in ((command[:engine_flags], " \\"), (command[engine_flags:], "")):
-            console.print(f"  {'' if end else '  '}{shlex.join(words)}{end}", soft_wrap=True)
+        print_command(command)
 
 
 def _precision_row(name: str, made: Plan | None) -> dict[str, str]:

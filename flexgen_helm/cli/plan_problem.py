@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +13,11 @@ from flexgen_helm.cli.console import output, say
 from flexgen_helm.cli.engine_flags import say_what_limits_lack
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, existing_folder, rate_text, require_writable, size, spelled_duration
+from flexgen_helm.files import existing_folder, require_writable, rough_duration, size
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.planner.plan import Expectation, Plan
+    from flexgen_helm.planner.plan import Expectation, Plan, SuitePlan
     from flexgen_helm.planner.problem import PlanningProblem
 
 
@@ -152,35 +153,24 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
 def print_stored_type(model: str, problem: PlanningProblem) -> None:
     """Say so where the weights are published in another type than 16 bits: no run keeps them in it."""
     from flexgen_helm.checkpoint.names import quantized_by
-    from flexgen_helm.planner.weight_placement import weight_bytes
-    from flexgen_helm.quant.precisions import PRECISIONS
 
     if method := quantized_by(model):
-        half_size = size(weight_bytes(problem.config, PRECISIONS["fp16"]))
-        output().print(
-            f"The weights are stored as {method} and read as 16 bits, {half_size} in all; "
-            f"the plan counts {size(problem.stored_bytes)} in {problem.precision.name}."
-        )
+        counted = f"{size(problem.stored_bytes)} in {problem.precision.name}"
+        output().print(f"The weights are stored as {method} and read as 16 bits; the plan counts {counted}.")
 
 
-def print_block(made: Plan, of: str = "") -> None:
-    """Say what a block reads of the disk, and below which size the disk is its bound; of: what is in it, for people."""
-    if not (read := sum(phase["bytes_read"] for phase in made.block.values())):
-        return
-    speeds, bounds, tokens_of = [], [], (made.problem.workload.computed, 1.0)
-    for name, phase, tokens in zip(("prefill", "decoding"), made.block.values(), tokens_of):
-        least = phase["unbound_from"]
-        speeds.append(f"{rate_text(phase['tokens_per_s'])} tokens/s of {name}")
-        which = "blocks of any size" if least is None else "no block"
-        if least is not None and least > 1:
-            which = f"blocks below {count(least, 'sequence')} ({count(round(least * tokens), 'token')} a pass)"
-            which += "" if phase["fits"] else ", the largest of which do not fit"
-        bounds.append(f"{name} in {which}")
-    output().print(
-        f"A block{of} of {count(made.block_sequences, 'sequence')} reads {size(read)} of the disk: "
-        f"{', '.join(speeds)}. The disk bounds {', and '.join(bounds)}."
-    )
+def print_time(
+    expected: Expectation, work: str, precision: str, plans: Mapping[str, Plan | SuitePlan | None] = {}
+) -> None:
+    """Print what matters most: how long the work takes; plans: of other precisions, too."""
+    about = f"About {rough_duration(expected.seconds)} ({range_text(expected)}) for {work} in {precision}"
+    more = [
+        f"{name}: {rough_duration(found.expected.seconds)}"
+        for name, found in plans.items()
+        if found and name != precision
+    ]
+    output().print("; ".join(filter(None, (about, ", ".join(more)))) + ".", style="bold")
 
 
 def range_text(expected: Expectation) -> str:
-    return f"{spelled_duration(expected.low)} to {spelled_duration(expected.high)}"
+    return f"{rough_duration(expected.low)} to {rough_duration(expected.high)}"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, print_table
+from flexgen_helm.cli.console import output, print_command, print_csv, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import seconds_left, to_arguments
-from flexgen_helm.cli.plan_problem import Asked, print_block, print_stored_type, problem_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
@@ -109,7 +109,7 @@ def print_suite(
     commands = [] if name is None else _commands(planned, name, flags, planned.is_one_run or left_s is not None)
     if asked.as_json:
         named = {"model": asked.model, "hardware": problem.hardware.name, "precision": problem.precision.name}
-        print_json({**named, **planned.to_json(), "sample": sample, "commands": commands})
+        print_json({**named, **planned.to_json(), "sample": sample, "commands": [*map(shlex.join, commands)]})
     elif asked.as_csv:
         import pandas
 
@@ -126,10 +126,10 @@ def print_suite(
                 (row["entry"], str(row["instances"]), str(row["of"]), f"{100 * row['difference']:.1f} pp")
                 for row in sample["entries"]
             ]
-            print_rows(["entry", "instances", "of", f"shows, at {FLIPS:.0%} flips"], cells)
+            print_rows(["entry", "instances", "of", f"smallest margin it can prove, if {FLIPS:.0%} flip"], cells)
 
 
-def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool) -> list[str]:
+def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool) -> list[list[str]]:
     """Return the command of one run, or of each scenario, the longest first. The engine plans for the real lengths."""
     runs = sorted(planned.scenarios, key=lambda scenario: -scenario.alone.seconds)
     pieces = [[entry for run in runs for entry in run.entries]] if is_one_run else [run.entries for run in runs]
@@ -139,7 +139,7 @@ def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_r
         for entry in piece:
             scenario, _, rest = entry.entry.partition(":")
             entries.append(f"{scenario}:model={helm_name}{',' if rest else ''}{rest}")
-        commands.append(shlex.join(["flexgen-helm", "run", "-r", *entries, *flags]))
+        commands.append(["flexgen-helm", "run", "-r", *entries, *flags])
     return commands
 
 
@@ -159,23 +159,20 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
     return {"seconds": left_s, "share": expected, "least_share": least, "entries": entries}
 
 
-def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
-    made, total, console = planned.made, planned.total, output()
+def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) -> None:
+    made, total, console = planned.made, planned.expected, output()
     entries = planned.entries
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
-    console.print(
-        f"{model} ({made.problem.precision.name}) on {made.problem.hardware.name}: {number}, "
-        f"{count(made.problem.workload.num_sequences, 'sequence')}"
-    )
+    print_time(total, number, made.problem.precision.name, planned.by_precision)
+    sequences = count(made.problem.workload.num_sequences, "sequence")
+    console.print(f"{model} on {made.problem.hardware.name}: {sequences}")
     print_stored_type(model, made.problem)
     way, slower = "As one run", ""
     if not planned.is_one_run:
         way = "A run for each scenario, one after another"
-        slower = f" One run of all would take {spelled_duration(planned.as_one.seconds)}: its longest sequences leave "
-        slower += "room for fewer at once."
-    console.print(
-        f"{way}: {spelled_duration(total.seconds)}. Expect {range_text(total)}: {made.spread.source}.{slower}"
-    )
+        alone = spelled_duration(planned.as_one.seconds)
+        slower = f" One run of all would take {alone}: its longest sequences leave room for fewer at once."
+    console.print(f"{way}: {spelled_duration(total.seconds)}. The range: {made.spread.source}.{slower}")
     if planned.by_precision:
         print_table([_precision_row(*item) for item in planned.by_precision.items()])
     rows = [_scenario_row(scenario, planned) for scenario in planned.scenarios]
@@ -194,21 +191,14 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[str]) -> None:
         for source, names in sources.items():
             console.print(f"{named.capitalize()}, {', '.join(dict.fromkeys(names))}: {source}.")
     if planned.is_one_run:
-        print_block(made)
         console.print(made.why)
     else:
-        from flexgen_helm.planner.plan import make_plan
-
         longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
-        found = longest.made.solution
-        explained = make_plan(longest.made.problem, policy=found.policy, schedule=found.schedule)
-        scenario = longest.entries[0].scenario
-        print_block(explained, f" of {scenario}")
-        console.print(f"{scenario}, which takes longest: {explained.why}")
+        console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.made.why}")
     for command in commands[:1]:
         more = f"; --json has all {len(commands)} commands" if len(commands) > 1 else ""
         console.print(f"To run it{', the longest first' if more else ''}{more}:")
-        console.print(f"  {command}", soft_wrap=True)
+        print_command(command)
 
 
 def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
@@ -219,8 +209,8 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
         "precision": name,
         "weights": size(found.made.problem.stored_bytes),
         "runs": "1" if found.is_one_run else str(len(found.scenarios)),
-        "takes": spelled_duration(found.total.seconds),
-        "expect": range_text(found.total),
+        "takes": spelled_duration(found.expected.seconds),
+        "expect": range_text(found.expected),
     }
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from flexgen_helm.files import count, duration, size
-from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, time_left
+from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, reading, time_left
 from flexgen_helm.request import Progress
 from flexgen_helm.terminal import fill_for, is_terminal
 
@@ -49,6 +49,16 @@ class _Data:
         return getattr(self._stdout, name)
 
 
+class _Messages:
+    """Stderr of a command: above its panel, from when there is one; a logger keeps the stream that it finds."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._screen.above, name)
+
+
 class Screen:
     """Shows the events of a command. A context manager; one at a time.
 
@@ -71,6 +81,7 @@ class Screen:
         self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
+        self.above = self.stderr  # the panel, if there is one
         self._ended = threading.Event()
 
     def __enter__(self) -> Screen:
@@ -82,6 +93,7 @@ class Screen:
                 show = self._show_panel
                 if self._log is None:
                     resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
+                    resources.enter_context(redirect_stderr(cast(TextIO, _Messages(self))))
             else:
                 show = self._print_lines
             thread = threading.Thread(target=show, name="screen", daemon=True)
@@ -99,7 +111,7 @@ class Screen:
         with self._panel_lock:
             if self._live is not None:
                 self._live.stop()
-                self._live = None
+                self._live, self.above = None, self.stderr
 
     @property
     def elapsed_s(self) -> float:
@@ -162,6 +174,7 @@ class Screen:
         if self._log is None and self._ended.wait(_PANEL_AFTER_S):
             return
         from rich.console import Console
+        from rich.file_proxy import FileProxy
         from rich.live import Live
 
         width = min(_MAX_WIDTH, Console(file=self.stderr).width)
@@ -174,8 +187,9 @@ class Screen:
                     refresh_per_second=_REFRESHES_PER_S,
                     transient=True,
                     redirect_stdout=False,  # stdout is for data
-                    redirect_stderr=self._log is None,
+                    redirect_stderr=False,
                 )
+                self.above = cast(TextIO, FileProxy(console, self.stderr))
                 self._live.start(refresh=True)
 
     def _draw(self) -> RenderableType:
@@ -199,6 +213,7 @@ class Screen:
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
                 of = f"{self._model.precision}: " if self._model and self._number else ""
                 notes += [f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}", self._plan]
+                notes.append(reading(activity))
                 held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")

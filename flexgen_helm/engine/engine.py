@@ -49,7 +49,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
+from flexgen_helm.offload.transfer_stats import DiskRates, PassReads, RateLimit
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
@@ -418,12 +418,14 @@ class Engine:
                 self._threads.release()
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-        """Return a function that adds the memory in use to a run's progress and hands it on."""
+        """Return a function that adds what is in memory, and read of the disk, to a run's progress and hands it on."""
         ledgers = self._tiers.ledgers
+        on_disk = sum(self.placement.bytes_on("disk").values())
+        reads = PassReads(self._tiers.stats, on_disk, self.placement.staging_bytes)
 
         def with_memory(bare: Progress) -> None:
             in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}
-            event = replace(bare, memory_bytes=in_use)
+            event = replace(bare, memory_bytes=in_use, **reads.of(bare.num_passes))
             report(event)
             if progress is not None:
                 progress(event)

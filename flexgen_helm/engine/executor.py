@@ -44,7 +44,7 @@ from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import TopLogprobs
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
+from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
@@ -253,14 +253,13 @@ class _Pass:
     """A pass that is computed.
 
     following: item -> the next one.
-    visits, on_item: see `TieredWeights.prefetch` and `Executor.run`.
+    on_item: see `Executor.run`.
     must_stop: whether to end, called often.
     states: of the batches that have begun and not passed the last stage, by number.
     """
 
     batches: abc.Sequence[Batch]
     following: abc.Mapping[WorkItem, WorkItem]
-    visits: abc.Generator[StageVisit, None, None]
     on_item: Callable[[Batch], None]
     must_stop: Callable[[], bool]
     states: dict[int, _BatchState] = field(default_factory=dict)
@@ -360,7 +359,7 @@ class Executor:
             for item in step
         ]
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
-        current = _Pass(batches, dict(zip(items, items[1:])), visits, on_item, partial(self._must_stop, should_stop))
+        current = _Pass(batches, dict(zip(items, items[1:])), on_item, partial(self._must_stop, should_stop))
         states, charged_until = current.states, time.perf_counter()
         # Not inference mode: tensors go to threads, and that mode is per thread. Compared models take turns at items.
         stops = nullcontext() if self._observer is not None else stopped_by(current.must_stop)
@@ -434,7 +433,6 @@ class Executor:
         current.on_item(batch)
         if current.must_stop():
             raise Interrupted("interrupted; everything finished so far is kept")
-        self._weights.prefetch(current.visits)
         state = states.get(item.batch)
         if state is None:
             state = states[item.batch] = self._new_state(batch)

@@ -45,6 +45,7 @@ class ResultCollector:
         self._began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
+        self.at = (0, 0, 0)  # pass, layer, and of how many
         self.runs: list[Run] = []
 
     def deliver(self, index: int, result: GenerationResult) -> None:
@@ -68,7 +69,8 @@ class ResultCollector:
             return
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
-        self._progress(Progress(tokens, round(total), self._num_finished, len(self._results), now - self._began))
+        done = self._num_finished, len(self._results)
+        self._progress(Progress(tokens, round(total), *done, now - self._began, {}, *self.at))
 
 
 class Run:
@@ -112,7 +114,7 @@ class Run:
     @property
     def computed_tokens(self) -> float:
         """Tokens computed so far; of a batch between two stages, the share that has been computed."""
-        begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
+        begun = sum(batch.num_tokens * (items - 1) for batch, items in self._items_begun.items())
         return self._done_tokens + begun / self._executor.num_stages
 
     def start_pass(self, should_stop: Callable[[], bool], another_lane: bool = False) -> bool:
@@ -255,19 +257,25 @@ class Run:
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
         """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
         done: set[Batch] = set()
+        here, number = self._executor.model.decoder.config, self._answers.at[0] + 1
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
             self._on_batch(output)
 
         def on_item(batch: Batch) -> None:
-            self._answers.report(at_once=False)
             self._items_begun[batch] += 1
+            layer = max(1, self._items_begun[batch] - here.has_embedding)
+            self._answers.at = number, min(layer, here.num_layers), here.num_layers
+
+        def must_stop() -> bool:
+            self._answers.report(at_once=False)
+            return should_stop()
 
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, on_batch, on_item, should_stop, another_pass)
+                self._executor.run(batches, items, on_batch, on_item, must_stop, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:

@@ -23,6 +23,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,9 @@ def run_command(arguments: Sequence[str]) -> None:
         # The harness hands its own device beside those of the model's arguments, and its default is a GPU.
         given = parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
         parsed.device = parsed.device or given or "auto"
+        if parsed.model == "flexgen":  # refused before the harness reads its tasks
+            given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
+            _engine_options(given.get("arguments", {}))
     try:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
 Kind = Literal["weights", "cache", "activations"]
@@ -87,6 +87,32 @@ class TransferStats:
             self._bytes.clear()
             self._seconds.clear()
             self.experts = ExpertCounts()
+
+
+class PassReads:
+    """What the passes of a run read of the disk, for `Progress`."""
+
+    def __init__(self, stats: TransferStats, disk_bytes: int, ahead_bytes: int) -> None:
+        """disk_bytes: of weights there. ahead_bytes: of the next pass, that may be read before a pass ends."""
+        self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
+        self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes  # before: that earlier passes read
+        # Times and bytes of all kinds until then, of the last reports: 2 s or more, or a few layers.
+        self._seen = deque([(time.perf_counter(), 0)], maxlen=20)
+
+    def of(self, num_passes: int) -> dict[str, Any]:
+        """Return fields of `Progress`: the first pass is to read all weights, a later one as much as that before."""
+        read = self._stats.bytes()["disk_to_cpu"]
+        weights = read["weights"]
+        if more := num_passes - self._num_passes:
+            before = max(weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes))
+            self._pass_bytes, self._before, self._num_passes = (before - self._before) // more, before, num_passes
+        self._seen.append((time.perf_counter(), sum(read.values())))
+        (since, until), (then, total) = self._seen[0], self._seen[-1]
+        return {
+            "read_bytes": min(weights - self._before, self._pass_bytes),
+            "pass_bytes": self._pass_bytes,
+            "read_bytes_s": (total - until) / max(1e-9, then - since),
+        }
 
 
 # Links and disks that are simulated: transfers that take as long as they would at a given rate.

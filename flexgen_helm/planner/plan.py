@@ -11,15 +11,15 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.profile import PROFILED, Curve, HardwareProfile, Link, load_profile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.cost_model import RESOURCES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
 from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, predict, weight_reads
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem, fractions_by_kind
-from flexgen_helm.planner.search import Solution, search
+from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 
@@ -75,15 +75,6 @@ def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
     return FITTED if is_fitted else DATA_SHEET
 
 
-# Share of a tier above which more memory may help.
-_FULL = 0.9
-_RESOURCE_NAMES = {
-    "compute": "computing",
-    "to_gpu": "the link to the GPU",
-    "to_cpu": "the link from the GPU",
-    "disk_read": "reading the disk",
-    "disk_write": "writing the disk",
-}
 # Precisions that a plan compares where none is asked for.
 _COMPARED = ("fp16", "8bit", "4bit")
 # Blocks larger than this are not considered.
@@ -145,14 +136,26 @@ def planning_problem(
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with its cost.
-
-    why: sentences on what bounds the speed and what would help.
-    """
+    """A policy with its cost."""
 
     problem: PlanningProblem
     solution: Solution
-    why: str
+
+    @property
+    def why(self) -> str:
+        """What does not fit, or the part that bounds the speed: it brings most if it is twice as fast."""
+        prediction = self.solution.prediction
+        if missing := prediction.missing:
+            tier = max(missing, key=lambda tier: missing[tier])
+            used = prediction.memory[tier]
+            return f"Does not fit: needs {shortage(self.problem, tier, used.peak, used.workspace)}."
+        faster = _twice_as_fast(self.problem, self.solution)
+        part = min(faster, key=lambda name: faster[name])
+        saved = 1 - faster[part] / prediction.latency_s
+        if saved < 0.02:
+            return "Bound by no part alone."
+        saves = "halves the time" if saved > 0.45 else f"saves {100 * saved:.0f} % of the time"
+        return f"Bound by the {part}: twice as fast {saves}."
 
     @property
     def block_sequences(self) -> int:
@@ -276,13 +279,7 @@ def make_plan(
     else:
         schedule = schedule or (PREFILL_ONLY if problem.workload.output == 1 else ZIGZAG)
         solution = Solution(policy, schedule, predict(problem, policy, schedule))
-    missing = solution.prediction.missing
-    if missing:
-        tier = max(missing, key=lambda tier: missing[tier])
-        why = f"It does not fit: the {tier} tier misses {exact_size(missing[tier])}."
-    else:
-        why = _explanation(problem, solution, max_latency, searched=policy is None)
-    return Plan(problem, solution, why)
+    return Plan(problem, solution)
 
 
 def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float | None) -> dict[str, Plan | None]:
@@ -298,76 +295,39 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
         problem = replace(made.problem, precision=precision_named(name))
         with suppress(MemoryLimitError):
             found = search(problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency)
-            plans[name] = Plan(problem, found, "")
+            plans[name] = Plan(problem, found)
     return plans
 
 
 def _slowest(seconds: Mapping[str, float]) -> str:
     """Return the resource that a phase is bound by."""
-    return max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
+    return max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
 
 
-def _explanation(problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool) -> str:
-    """Say what bounds the speed, and what would help most.
-
-    With more memory a searched policy is searched again, under the same limit of latency.
-    """
-    bounds = []
-    for phase, seconds in solution.prediction.seconds.items():
-        slowest = _slowest(seconds)
-        if seconds.get(slowest, 0.0):
-            bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
-    now, hardware = solution.prediction.tokens_per_s, problem.hardware
-    rates = {f"a {part} twice as fast": rate for part, rate in _rates_with(problem, solution, 2).items()}
-    memories: tuple[tuple[Tier, str], ...] = (("gpu", "GPU memory"), ("cpu", "host memory"))
-    for tier, name in memories:
-        memory = solution.prediction.memory[tier]
-        if searched and memory.limit and memory.peak >= _FULL * memory.limit:
-            larger = replace(hardware, **{tier: _scaled(getattr(hardware, tier), 2, "memory_bytes")})
-            limits = {**problem.limits, tier: 2 * problem.limits[tier]}
-            with suppress(MemoryLimitError):
-                roomy = replace(problem, hardware=larger, limits=limits)
-                more = search(roomy, (solution.schedule,), max_latency=max_latency)
-                rates[f"twice the {name}"] = more.prediction.tokens_per_s
-    best = sorted(rates, key=lambda what: -rates[what])[:2]
-    helps = [f"{what} would bring {100 * (rates[what] / now - 1):+.0f} %" for what in best if rates[what] >= 1.02 * now]
-    halved = _rates_with(problem, solution, 1 / 2)
-    part = min(halved, key=lambda name: halved[name])
-    longer = 100 * (now / halved[part] - 1)
-    passes = solution.prediction.passes
-    sentences = (
-        ", ".join(bounds),
-        *([f"a block's prompts are computed in {passes} parts, each of which reads the experts"] if passes > 1 else []),
-        "; ".join(helps) or "doubling one resource brings little",
-        f"the prediction depends most on the {part}: at half of its rates the work takes {longer:.0f} % longer",
-    )
-    return " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
-
-
-def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> dict[str, float]:
-    """Return the throughput of the policy with one part so many times as fast, by the name of the part."""
+def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, float]:
+    """Return the seconds with one part twice as fast, by the name of the part."""
     hardware, processor = problem.hardware, problem.hardware.compute_processor
     flops = {
-        dtype: Curve(tuple((rows, factor * rate) for rows, rate in curve.points))
+        dtype: Curve(tuple((rows, 2 * rate) for rows, rate in curve.points))
         for dtype, curve in processor.matmul_flops.items()
     }
     rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
-    changed = _scaled(replace(processor, matmul_flops=flops), factor, *rates)
+    changed = _scaled(replace(processor, matmul_flops=flops), *rates)
     machines = {
         "GPU" if problem.compute_tier == "gpu" else "processor": replace(hardware, **{problem.compute_tier: changed}),  # type: ignore[arg-type]
-        "disk": replace(hardware, disk=_scaled(hardware.disk, factor, "read_bytes_s", "write_bytes_s")),
+        "disk": replace(hardware, disk=_scaled(hardware.disk, "read_bytes_s", "write_bytes_s")),
     }
     if hardware.link is not None:
         link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
-        machines["link"] = replace(hardware, link=_scaled(hardware.link, factor, *link_rates))
+        machines["link"] = replace(hardware, link=_scaled(hardware.link, *link_rates))
     return {
-        part: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).tokens_per_s
+        part: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).latency_s
         for part, machine in machines.items()
     }
 
 
-def _scaled(record: _Record, factor: float, *names: str) -> _Record:
-    return replace(record, **{name: factor * getattr(record, name) for name in names})  # type: ignore[type-var]
+def _scaled(record: _Record, *names: str) -> _Record:
+    return replace(record, **{name: 2 * getattr(record, name) for name in names})  # type: ignore[type-var]
 
 
 # How long a suite of run entries takes: each scenario alone, and all together as one run.
@@ -470,7 +430,7 @@ class SuitePlan:
         return self.as_one.seconds <= self.one_by_one.seconds
 
     @property
-    def total(self) -> Expectation:
+    def expected(self) -> Expectation:
         """Seconds of the better way."""
         return Expectation(*map(min, astuple(self.as_one), astuple(self.one_by_one)))
 
@@ -493,10 +453,10 @@ class SuitePlan:
         """Return seconds and tokens as docs/explanation/planning.md describes them."""
         return {
             "scenarios": [scenario.to_json() for scenario in self.scenarios],
-            "total": {**self.total.to_json(), "seconds_at_limit": self.limit_s},
+            "total": {**self.expected.to_json(), "seconds_at_limit": self.limit_s},
             "as_one_run": self.as_one.to_json(),
             "one_by_one": self.one_by_one.to_json(),
-            "precisions": {name: found and found.total.to_json() for name, found in self.by_precision.items()},
+            "precisions": {name: found and found.expected.to_json() for name, found in self.by_precision.items()},
             "plan": self.made.to_json(),
         }
 
@@ -524,7 +484,7 @@ def _suite_plan(made: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
     scenarios = []
     for of_scenario in by_scenario.values():
         problem = replace(made.problem, workload=joined(entry.expected for entry in of_scenario))
-        alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC), "")
+        alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC))
         scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
     return SuitePlan(scenarios, made, _expectation(made, entries))
 

@@ -17,7 +17,7 @@ import numpy as np
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import count, exact_size, size
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
-from flexgen_helm.planner.placement import TIERS, Tier, limit_flag, tier_fractions
+from flexgen_helm.planner.placement import TIER_PLACES, TIERS, Tier, limit_flag, tier_fractions
 from flexgen_helm.planner.policy import AUTOMATIC, ZIGZAG, Policy, Schedule
 from flexgen_helm.planner.predict import (
     CostEstimate,
@@ -343,7 +343,7 @@ def _explain_infeasible(
     short, words = _missing_memory(problem, shape)
     if has_all:
         return f"{everything}, whose hidden states and the weights need {short}: leave --schedule out, or {words}"
-    return f"even a block of one sequence needs {short}: {words}"
+    return f"does not fit: needs {short}; {words}"
 
 
 def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, str]:
@@ -352,20 +352,23 @@ def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, s
     costs = block_costs(problem, shape)
     fractions, missing = _least_missing(problem, costs)
     tier = max(TIERS, key=lambda tier: missing[tier])
-    needed = max(float(form @ fractions) for form in costs.memory[tier])
-    limit, capacity, workspace = problem.limits[tier], problem.capacity(tier), costs.workspace[tier]
-    if limit <= capacity - workspace:
-        available = f"{size(needed)} where {exact_size(int(limit))} are allowed"
-    else:  # the limit exceeds what the machine has
-        machine = "this machine" if problem.hardware.name == MEASURED else problem.hardware.name
-        available = f"{size(needed + workspace)} where {exact_size(int(capacity))} are all that {machine} has"
     if missing[tier]:
-        short = f"{exact_size(missing[tier])} more on the {tier} tier, {available}"
+        needed = max(float(form @ fractions) for form in costs.memory[tier])
+        short = shortage(problem, tier, needed, costs.workspace[tier])
     else:
         short = f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is never split"
-    advice = _suggestions(problem, shape, tier, missing)
-    advice = ["take a smaller model"] if not advice else [*advice[:-1], f"{advice[-1]}, or take a smaller model"]
-    return short, ", ".join(advice)
+    return short, ", or ".join(_suggestions(problem, shape, tier, missing) or ["take a smaller model"])
+
+
+def shortage(problem: PlanningProblem, tier: Tier, needed: float, workspace: float = 0) -> str:
+    """Say how many bytes of a tier are needed, and how many there are."""
+    limit, capacity = problem.limits[tier], problem.capacity(tier)
+    if limit < min(needed, problem.largest_limit(tier)):  # the user's
+        return f"{exact_size(math.ceil(needed))} {TIER_PLACES[tier]}, {limit_flag(tier)} allows {size(limit)}"
+    machine = "this machine" if problem.hardware.name == MEASURED else problem.hardware.name
+    if limit > capacity - workspace:
+        needed, limit = needed + workspace, capacity
+    return f"{size(needed)} {TIER_PLACES[tier]}, {machine} has {size(limit)}"
 
 
 def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missing: Mapping[Tier, int]) -> list[str]:
@@ -397,7 +400,8 @@ def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missin
             suggestions.append(f"raise {' and '.join(needed)} and {disk}" if needed else disk)
     for name in ("8bit", "4bit") if problem.precision.weights is None else ():
         if fits(replace(problem, precision=PRECISIONS[name])):
-            return [*suggestions, f"take --precision {name}"]
+            suggestions.insert(len(raisable), f"take --precision {name}")  # first where there is no limit to raise
+            break
     return suggestions
 
 

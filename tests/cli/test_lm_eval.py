@@ -66,6 +66,12 @@ def test_what_cannot_be_is_refused_with_one_sentence(tasks, few_tasks, capfd, wo
     assert last.startswith("flexgen-helm: ") and why in last
 
 
+def test_a_misspelt_argument_is_refused_before_tasks_are_looked_for(few_tasks, capfd):
+    words = ["--tasks", "no-such-task", "--model_args", "pretrained=llama,max_length=64,precison=4bit"]
+    assert cli.main(["lm-eval", *words]) == 2
+    assert "precison='4bit' is not supported; did you mean precision" in capfd.readouterr().err
+
+
 def test_data_that_must_come_from_the_hub_is_named_with_the_guide(tiny, tmp_path, few_tasks, capfd):
     """The run of the tests is offline."""
     (tmp_path / "far.yaml").write_text(

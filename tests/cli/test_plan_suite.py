@@ -70,20 +70,25 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
     entries = ("-r", "gsm:model=flexgen/any", "-r", "med_qa:model=flexgen/any")
     shown = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4").stdout
     told = (
-        "2 run entries, 100 sequences",
-        "Expect ",
+        "opt-30b on t4: 100 sequences",
+        "Bound by the link: twice as fast saves ",
+        "As one run: ",
+        "The range: rates fitted to the paper's T4",
         "Measured once, gsm",
         "Assumed, med_qa: 6 ",
         "\nAllowed: 13.4 GiB ",
     )
     for words in (*told, "  flexgen-helm run -r gsm:model=flexgen/opt-30b "):
         assert words in shown
+    time = r"[\d.]+ [a-z]+"
+    words = rf"About {time} \({time} to {time}\) for 2 run entries in fp16; 8bit: {time}, 4bit: {time}\."
+    assert re.fullmatch(words, shown.splitlines()[0])
     assert "processor" not in shown, "the GPU is called GPU"
     sampled = r"^A random sample, with --until or --hours, in 8 h 0 min: about [1-9][\d.]*% of the instances, at least "
     assert re.search(sampled, shown.splitlines()[-1])
     assert all(f"\n{name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
     asked = plan(*entries, "-m", "50", "--model", "opt-125m", "--hardware", "t4", "--precision", "8bit").stdout
-    assert "opt-125m (8bit)" in asked and "4bit" not in asked
+    assert "for 2 run entries in 8bit." in asked and "4bit" not in asked
     table = plan(*entries, "-m", "50", "--model", "opt-125m", "--hardware", "t4", "--csv").stdout
     rows = list(csv.DictReader(io.StringIO(table)))
     assert [row["entries"] for row in rows] == ["gsm", "med_qa"] and [row["sequences"] for row in rows] == ["50", "50"]

@@ -31,7 +31,7 @@ with screen.Screen(log):
     time.sleep(0.6)
     report(ProgressPhase("fetch", "facebook/opt-30b", 4 << 30, 4 << 30))
     report(PlanLine("streams 62 % of the weights from disk, block of 384"))
-    report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}))
+    report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}, 2, 17, 60, 102 << 30, 307 << 30, 2.125e9))
     if log is not None:
         print("a bar of HELM")
         print("a warning of HELM", file=sys.stderr)
@@ -62,6 +62,7 @@ def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) 
         "250 of about 1,000 tokens",
         "3 of 12 requests, 50 tokens/s, 0:15 left",
         "streams 62 % of the weights from disk, block of 384",
+        "  pass 2, layer 17 of 60: 102 GiB of about 307 GiB read, disk 2.12 GB/s",
         "memory: cpu 3 GiB",
     ):
         assert session.shown(text), text
@@ -80,12 +81,39 @@ def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
     assert session.last.splitlines() == ["the machine is busy", "data", "the end"]
 
 
+LOGGER = """
+import logging, sys, time
+from flexgen_helm.cli.screen import Screen
+from flexgen_helm.progress import ProgressPhase, report
+
+with Screen():
+    report(ProgressPhase("start"))
+    logging.basicConfig(format="log: %(message)s", level=logging.INFO)  # before there is a panel
+    for number in range(8):
+        logging.info("line %d", number)
+        time.sleep(0.3)
+    print("data")
+    logging.info("behind data")
+logging.info("at the end")
+"""
+
+
+def test_lines_of_a_logger_stand_above_the_panel(tmp_path: Path) -> None:
+    """It has the stderr from before the panel, as lm-evaluation-harness's."""
+    session = run_in_terminal([*python("plan"), "-c", LOGGER], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert session.exit_code == 0, session.last
+    lines = [f"log: line {number}" for number in range(8)]
+    assert session.last.splitlines() == [*lines, "data", "log: behind data", "log: at the end"]
+    assert session.shown("starting HELM")
+    assert not any(frame.count("flexgen-helm") > 1 for _, frame in session.frames)
+
+
 def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
     done = subprocess.run([*python("plan"), "-c", EVENTS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "data\nthe end\n"
     assert "\x1b" not in done.stderr
     assert "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in done.stderr
-    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
+    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left; pass 2, layer 17 of" in done.stderr
     assert "the machine is busy" in done.stderr
 
 
@@ -146,6 +174,7 @@ def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -
             assert "fp16" not in panel and ("converting" not in panel or "requests" not in panel), panel
         if "computing metrics" in panel:
             assert not any(old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")), panel
+    assert not session.shown("layer"), "nothing is read of the disk"
     assert any("4bit, 2 of 2" in frame and "converting" in frame for frame in frames)
     for precision, left in (("fp16", "0:15 left"), ("4bit", "0:05 left")):
         assert any(f"{precision}: " in frame and left in frame for frame in frames), precision

@@ -80,7 +80,7 @@ def test_scores_have_no_decoding_and_weights_in_memory_read_nothing():
 
 def searched(*of, **more):
     problem = problem_of(*of, **more)
-    return Plan(problem, search(problem), "")
+    return Plan(problem, search(problem))
 
 
 def check_by_scan(made):

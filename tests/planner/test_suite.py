@@ -47,7 +47,7 @@ def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(p
     assert mmlu.alone.low == pytest.approx(mmlu.alone.seconds / 1.25)
     assert mmlu.alone.high == pytest.approx(mmlu.alone.seconds * 1.25)
     assert gsm.alone.low < 0.75 * gsm.alone.seconds / 1.25 and gsm.alone.high > 1.5 * gsm.alone.seconds * 1.25
-    assert made.limit_s > made.total.high > made.total.seconds > made.total.low
+    assert made.limit_s > made.expected.high > made.expected.seconds > made.expected.low
 
 
 def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
@@ -58,10 +58,10 @@ def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
     for found in (planned, *filter(None, planned.by_precision.values())):
         alone = [scenario.alone for scenario in found.scenarios]
         for length in ("seconds", "low", "high"):
-            total = getattr(found.total, length)
+            total = getattr(found.expected, length)
             assert total <= sum(getattr(one, length) for one in alone) * (1 + 1e-9)
             assert total <= getattr(found.as_one, length)
-        assert found.limit_s == pytest.approx(found.total.seconds), "all lengths are the same"
+        assert found.limit_s == pytest.approx(found.expected.seconds), "all lengths are the same"
     seconds = [planned.sample_s(share, "expected") for share in (0.01, 0.1, 0.5, 1.0)]
     assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] == planned.as_one.seconds
 
