@@ -139,7 +139,7 @@ def test_a_block_costs_what_is_read_and_converted_in_its_passes(batch, batches, 
             times = used * tiles if is_expert else prompt_batches
             seconds += passes * times * prod(shape) / machine.gpu.dequantize_elements_s
     assert float(costs.prefill["disk_read"] @ on_disk) == pytest.approx(read / machine.disk.read_bytes_s, rel=1e-3)
-    assert float(costs.prefill["convert"] @ on_disk) == pytest.approx(seconds, rel=0.01), "but for routers"
+    assert float(costs.prefill["convert"] @ on_disk) == pytest.approx(seconds, rel=0.02), "but for routers"
 
 
 @settings(max_examples=30)
