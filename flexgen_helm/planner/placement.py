@@ -295,7 +295,7 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     slot = expert_slot_bytes(storage)
     always = {stage: num_bytes - experts for stage, (num_bytes, experts) in storage.stages.items() if stage != EMBED}
     largest = wanted = max(always.values())
-    if not slot or largest != always[HEAD]:
+    if not slot or largest != always.get(HEAD):
         wanted *= 2
     total = max(MIN_STAGING_BYTES, min(wanted + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # What does not fit is loaded again for every batch, so a larger ring pays if it makes it fit.
