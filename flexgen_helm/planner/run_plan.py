@@ -147,7 +147,8 @@ class RunMemory:
         if self.placement.streams_weights:
             return STREAMED_BATCH_TOKENS, STREAMED_BATCH_TOKENS, UNLIMITED
         least = LONG_MAX_SEQUENCES if self._page_tokens else 0
-        return BATCH_TOKENS, BATCH_TOKENS, max(least, MAX_SEQUENCES[self._compute_tier])
+        tokens = MAX_BATCH_TOKENS if self._compute_tier == "gpu" else BATCH_TOKENS
+        return tokens, tokens, max(least, MAX_SEQUENCES[self._compute_tier])
 
     def _pass_tokens(self, max_sequences: int) -> int:
         """Return the most prompt tokens that join a pass.
