@@ -348,15 +348,12 @@ class PlanningProblem:
         return tokens * experts.per_token / (experts.count * self.experts_used(tokens))
 
     def most_passes(self, shape: BlockShape) -> int:
-        """Return how often a block's prompts may be divided so that offloaded experts have room for their tokens.
+        """Return how often a block's prompts may be divided so that tokens whose experts are offloaded have room.
 
-        A pass has a sequence at least, and its prompts three times as many tokens as sequences decode along.
+        A pass has three times as many tokens of prompts as sequences may decode along.
         """
-        if self.config.experts is None or not shape.schedule.reads_once:
-            return 1
-        if shape.schedule.is_single_pass or self.workload.output == 1:
-            return self.workload.num_sequences
-        return max(1, int(min(shape.num_sequences, self.workload.computed / 3)))
+        divides = self.config.experts is not None and shape.schedule.reads_once
+        return max(1, int(self.workload.computed / 3)) if divides else 1
 
     @cached_property
     def batch_tokens(self) -> int:
