@@ -190,7 +190,7 @@ def describe(event: Event) -> str:
                 f"{event.done_tokens:,.0f} of about {event.total_tokens:,} tokens, {event.done_requests:,} of "
                 f"{count(event.total_requests, 'request')}, {event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
             )
-            return "; ".join(filter(None, (line, reading(event))))
+            return f"{line}{'; ' * bool(event.pass_bytes)}{reading(event)}"
         case _:
             return event.text
 

@@ -264,6 +264,7 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     batches = (
         f"in batches of {policy.gpu_batch_size:,}" if policy.gpu_batch_size < made.block_sequences else "as one batch"
     )
+    batches += f", prompts in {prediction.passes} passes" if prediction.passes > 1 else ""
     console.print(f"Computed together: {together}, {batches}; schedule {made.solution.schedule}.")
     exact = fraction_vector(policy, problem.compute_tier == "gpu")
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:

@@ -155,8 +155,10 @@ def print_stored_type(model: str, problem: PlanningProblem) -> None:
     from flexgen_helm.checkpoint.names import quantized_by
 
     if method := quantized_by(model):
-        counted = f"{size(problem.stored_bytes)} in {problem.precision.name}"
-        output().print(f"The weights are stored as {method} and read as 16 bits; the plan counts {counted}.")
+        output().print(
+            f"The weights are stored as {method} and read as 16 bits; the plan counts {size(problem.stored_bytes)} in "
+            f"{problem.precision.name}."
+        )
 
 
 def print_time(
@@ -169,7 +171,7 @@ def print_time(
         for name, found in plans.items()
         if found and name != precision
     ]
-    output().print("; ".join(filter(None, (about, ", ".join(more)))) + ".", style="bold")
+    output().print(f"{about}{'; ' * bool(more)}{', '.join(more)}.", style="bold")
 
 
 def range_text(expected: Expectation) -> str:

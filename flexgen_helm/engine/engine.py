@@ -421,7 +421,7 @@ class Engine:
         """Return a function that adds what is in memory, and read of the disk, to a run's progress and hands it on."""
         ledgers = self._tiers.ledgers
         on_disk = sum(self.placement.bytes_on("disk").values())
-        reads = PassReads(self._tiers.stats, on_disk, self.placement.staging_bytes)
+        reads = PassReads(self._tiers.stats, on_disk, self.placement.all_staging_bytes)
 
         def with_memory(bare: Progress) -> None:
             in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}

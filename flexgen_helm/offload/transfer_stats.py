@@ -22,12 +22,12 @@ KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 @dataclass
 class ExpertCounts:
-    """Uses of experts; a use is one batch in one layer.
+    """Uses of experts; a use is one layer, by the tokens whose experts are computed together.
 
-    touched: tokens of a batch -> uses by batches of so many tokens, and experts that these used, all together.
+    touched: so many tokens -> uses by them, and experts that these used, all together.
     routed_bytes: of the offloaded experts that were used, as if each use had read its own.
-    read_bytes: of offloaded experts, those of guesses included; less than `routed_bytes` where experts were kept.
-    wasted_bytes: of those, read by guesses and not used before they were dropped.
+    read_bytes: of offloaded experts; less than `routed_bytes` where experts were kept.
+    wasted_bytes: of those, expected and not used before they were dropped.
     """
 
     touched: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TransferStats:
             self._bytes[link, kind] += num_bytes
 
     def count_experts(self, tokens: int, experts: int, routed_bytes: int) -> None:
-        """Count the experts that one batch of `tokens` tokens uses in one layer."""
+        """Count the experts that `tokens` tokens use in one layer."""
         with self._lock:
             uses, touched = self.experts.touched.get(tokens, (0, 0))
             self.experts.touched[tokens] = uses + 1, touched + experts

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import EXPERT_COPIES, EXPERTS_SHARE, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -114,7 +114,7 @@ def block_costs(
         sequences=sequences,
         prefill=_repeated(batch.prefill, prefill_turns),
         decode=_repeated(batch.decode, decode_turns),
-        memory=stored_memory(problem, BlockShape(shape.gpu_batch_size, 1, ZIGZAG), resident),
+        memory=_stored_memory(problem, one, shape.gpu_batch_size, 1, resident),
     )
 
 
@@ -123,9 +123,13 @@ def _block_by_layers(
 ) -> BlockCosts:
     """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach a rank in turn."""
     workload, schedule = problem.workload, shape.schedule
+    sequences = float(shape.num_sequences)
+    if schedule.is_single_pass and not problem.endless:
+        sequences = float(workload.num_sequences)
     # A `_Pass` computes one lane's share of the block, and reads the weights for it.
-    sequences, lanes = _sequences(problem, shape), _lanes(problem, shape)
-    passes, parts = (1, shape.passes) if schedule.is_single_pass else (shape.passes, 1)
+    lanes = min(problem.ranks, shape.num_gpu_batches)
+    if schedule.is_single_pass and problem.ranks > 1:
+        lanes = PREFILL_LANES * problem.ranks
     decode = _Pass(
         problem,
         shape.gpu_batch_size,
@@ -136,29 +140,18 @@ def _block_by_layers(
         resident=resident,
         reads=reads,
     )
-    prefill = replace(decode, sequences=sequences / lanes / passes, prefill=True, parts=parts)
+    prefill = replace(decode, sequences=sequences / lanes / shape.passes, prefill=True)
     return BlockCosts(
         shape,
         resident,
         reads,
         sequences,
-        _repeated(prefill.times(), passes * _turns(problem.ranks, lanes)[0]),
+        _repeated(prefill.times(), shape.passes * _turns(problem.ranks, lanes)[0]),
         decode.times(),
         0.0 if schedule.is_single_pass else workload.output - 1,
-        stored_memory(problem, shape, resident),
+        _stored_memory(problem, shape, sequences, lanes, resident),
         dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
     )
-
-
-def _sequences(problem: PlanningProblem, shape: BlockShape) -> float:
-    takes_all = shape.schedule.is_single_pass and not problem.endless
-    return float(problem.workload.num_sequences if takes_all else shape.num_sequences)
-
-
-def _lanes(problem: PlanningProblem, shape: BlockShape) -> float:
-    if shape.schedule.is_single_pass and problem.ranks > 1:
-        return PREFILL_LANES * problem.ranks
-    return min(problem.ranks, shape.num_gpu_batches)
 
 
 def _repeated(times: PassTimes, count: float) -> PassTimes:
@@ -182,7 +175,6 @@ class _Pass:
     converts: weights are stored in another type than products take.
     slot_positions: that a sequence's cache has.
     resident, reads: see `block_costs`.
-    parts: of the tokens, whose offloaded experts are computed in turn.
     """
 
     problem: PlanningProblem
@@ -193,7 +185,6 @@ class _Pass:
     slot_positions: float
     resident: bool
     reads: Mapping[Tier, WeightReads] | None = None
-    parts: float = 1
 
     @cached_property
     def tokens(self) -> float:
@@ -237,7 +228,7 @@ class _Pass:
         rate = problem.product_flops
         batch_rows = self.tokens / batches
         always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
-        expert_rows = problem.expert_rows(self.tokens / self._expert_parts)
+        expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
         expert_flops = problem.expert_flops_per_token
         layers_s = (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
         layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
@@ -366,14 +357,14 @@ class _Pass:
         return 1 if stage_bytes <= self.problem.ring_bytes else self.batches
 
     @property
-    def _expert_parts(self) -> float:
-        """Parts of the tokens for which each expert that they use multiplies once."""
-        return self.batches if self.resident else self.parts
+    def _expert_batches(self) -> float:
+        """Batches that use experts each by itself: those of a pass, but all together if experts are offloaded."""
+        return self.batches if self.resident else 1.0
 
     @cached_property
     def _expert_reads(self) -> float:
-        """Reads of an offloaded expert in a pass: one for each part of the tokens that uses it."""
-        return self._expert_parts * self.problem.experts_used(self.tokens / self._expert_parts)
+        """Reads of an expert in a pass."""
+        return self._expert_batches * self.problem.experts_used(self.tokens / self._expert_batches)
 
     def _weight_transfers(self, tier: Tier) -> float:
         """Transfers of matrices and experts with which a tier with all weights would load the layers."""
@@ -409,32 +400,31 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     return workload.longest
 
 
-def stored_memory(problem: PlanningProblem, shape: BlockShape, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
+def _stored_memory(
+    problem: PlanningProblem, shape: BlockShape, sequences: float, lanes: float, resident: bool
+) -> dict[Tier, tuple[Affine, ...]]:
     """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
-    workload, ranks, is_single_pass = problem.workload, problem.ranks, shape.schedule.is_single_pass
-    sequences, positions = _sequences(problem, shape), _slot_positions(problem, shape.schedule)
+    config, workload, ranks = problem.config, problem.workload, problem.ranks
+    positions = _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
-    waiting_tokens = sequences * workload.computed / (1 if is_single_pass else shape.passes)
+    waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
-    if one_batch and not is_single_pass:
+    if one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
-    token_bytes = problem.config.state_size * problem.compute_bytes
+    token_bytes = config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
-    gathers = problem.config.experts is not None and not resident
-    if gathers:
-        lane_sequences = sequences / _lanes(problem, shape)
-        gathered = lane_sequences * workload.computed / shape.passes
-        if shape.passes > 1 and not is_single_pass and workload.output > 1:
-            gathered += lane_sequences  # those that decode along
-        # In a single pass as much again is left to shared prefixes, and states at rest.
-        states = (EXPERT_COPIES + 1) / EXPERTS_SHARE if is_single_pass else EXPERT_COPIES
-        together = affine(_WHOLE * gathered * token_bytes * states)
-        staging[problem.compute_tier] = tuple(form + together for form in staging[problem.compute_tier])
+    gathered = 0.0  # tokens whose experts are computed together: with those of earlier passes, which decode
+    if config.experts is not None and not resident:
+        gathered = _WHOLE * sequences / lanes * (workload.computed / shape.passes + (shape.passes > 1))
+    waiting = dict.fromkeys(TIERS, waiting_tokens)
+    if gathered and not shape.schedule.is_single_pass:  # on the compute tier they are among the copies
+        waiting = dict.fromkeys(TIERS, waiting_tokens / shape.passes) | {problem.compute_tier: 0.0}
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
-        at_rest = 0.0 if gathers and tier == problem.compute_tier else waiting_tokens * token_bytes
-        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: at_rest})
+        hidden = waiting[tier] * token_bytes
+        together = EXPERT_COPIES * gathered * token_bytes if tier == problem.compute_tier else 0.0
+        stored = affine(together, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

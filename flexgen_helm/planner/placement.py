@@ -184,12 +184,14 @@ LONG_MAX_SEQUENCES = 512
 LONG_BLOCKS = 2
 
 # --- Tokens ---
-# Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.
+# Tokens of one batch with resident weights on a host: enough for the full product rate, few enough to stay in its
+# caches. Converting packed weights for each batch takes as long as 6 rows of their products.
 BATCH_TOKENS = 1024
 # The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay. Under a policy,
 # too, where experts are streamed: their products have the rows of a whole pass, and memory is for its tokens.
 STREAMED_BATCH_TOKENS = 2048
-# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
+# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts. And on a device,
+# where converting takes as long as 100 to 1,000 rows.
 MAX_BATCH_TOKENS = 4096
 # Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once more for each pass
 # (about 2 %), and results arrive steadily instead of at the end of a block.
@@ -293,7 +295,7 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     slot = expert_slot_bytes(storage)
     always = {stage: num_bytes - experts for stage, (num_bytes, experts) in storage.stages.items() if stage != EMBED}
     largest = wanted = max(always.values())
-    if not slot or largest != always[HEAD]:
+    if not slot or largest != always.get(HEAD):
         wanted *= 2
     total = max(MIN_STAGING_BYTES, min(wanted + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # What does not fit is loaded again for every batch, so a larger ring pays if it makes it fit.

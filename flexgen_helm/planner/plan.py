@@ -239,6 +239,7 @@ class Plan:
             "predicted": {
                 "prefill_s": prediction.prefill_s,
                 "decode_s": prediction.decode_s,
+                "prefill_passes": prediction.passes,
                 "latency_s": prediction.latency_s,
                 "tokens_per_s": prediction.tokens_per_s,
                 "sequences_per_h": self.sequences_per_h,

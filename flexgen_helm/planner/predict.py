@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,6 @@ from flexgen_helm.planner.cost_model import (
     WeightReads,
     block_costs,
     pass_seconds,
-    stored_memory,
 )
 from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
@@ -186,13 +185,13 @@ def evaluate(
         shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
     if not resident:
-        shape = replace(shape, passes=fewest_passes(problem, shape, fractions))
+        shape = replace(shape, passes=_fewest_passes(problem, shape, fractions))
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
-    memory, missing = _memory(problem, costs.memory, costs.workspace, fractions)
+    memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
         phase: {name: passes * float(form @ fractions) for name, form in times.items() if name not in CHANNELS}
@@ -235,35 +234,25 @@ def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affin
     return prefill_s, pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
 
 
-def fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine, tiers: Sequence[Tier] = TIERS) -> int:
-    """Return the fewest passes over a block's prompts with which `tiers` have room, else the most there may be.
-
-    Weights are streamed.
-    """
-    most = problem.most_passes(shape)
-    if most == 1:
-        return 1
-    workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, shape.num_sequences)}
+def _fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> int:
+    """Return the fewest passes over a block's prompts that have room, or the most there may be."""
 
     def fits(passes: int) -> bool:
-        memory = stored_memory(problem, replace(shape, passes=passes), resident=False)
-        return not any(tier in _memory(problem, memory, workspace, fractions)[1] for tier in tiers)
+        return not _memory(problem, block_costs(problem, replace(shape, passes=passes)), fractions)[1]
 
-    return 1 if fits(1) else 2 + bisect_left(range(2, most), True, key=fits)
+    most = problem.most_passes(shape)
+    return 1 if most == 1 or fits(1) else 2 + bisect_left(range(2, most), True, key=fits)
 
 
 def _memory(
-    problem: PlanningProblem,
-    forms: Mapping[Tier, tuple[Affine, ...]],
-    workspaces: Mapping[Tier, float],
-    fractions: Affine,
+    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
 ) -> tuple[dict[Tier, TierMemory], dict[Tier, int]]:
     """Return peak, limit and workspace of each tier, and the missing bytes."""
     memory: dict[Tier, TierMemory] = {}
     missing: dict[Tier, int] = {}
     for tier in TIERS:
-        peak = max(float(form @ fractions) for form in forms[tier])
-        limit, workspace = problem.limits[tier], workspaces[tier]
+        peak = max(float(form @ fractions) for form in costs.memory[tier])
+        limit, workspace = problem.limits[tier], costs.workspace[tier]
         memory[tier] = TierMemory(int(peak), int(limit), int(workspace))
         short = max(peak - limit, peak + workspace - problem.capacity(tier))
         if short > max(1.0, 1e-6 * limit):

@@ -169,7 +169,7 @@ class BlockShape:
     """The shape of a block: sequences of a batch, batches, and the order of the work.
 
     count: sequences that the block really has; None where all batches are full.
-    passes: over the prompts, each of as many of them; of a single pass, parts whose experts are computed in turn.
+    passes: over the prompts, each of as many of them; a single pass divides its experts' tokens so.
     """
 
     gpu_batch_size: int
@@ -354,10 +354,9 @@ class PlanningProblem:
         """
         if self.config.experts is None or not shape.schedule.reads_once:
             return 1
-        if shape.schedule.is_single_pass:
+        if shape.schedule.is_single_pass or self.workload.output == 1:
             return self.workload.num_sequences
-        decodes = self.workload.output > 1
-        return max(1, int(min(shape.num_sequences, self.workload.computed / 3 if decodes else math.inf)))
+        return max(1, int(min(shape.num_sequences, self.workload.computed / 3)))
 
     @cached_property
     def batch_tokens(self) -> int:

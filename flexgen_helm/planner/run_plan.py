@@ -106,10 +106,7 @@ class RunMemory:
             return self.placement.activations
         left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
         for tier in dict.fromkeys((self._compute_tier, "cpu")):
-            room = ACTIVATIONS_SHARE * self.free[tier]
-            if self._has_experts and tier == self._compute_tier:
-                room = self.expert_tokens * self.hidden_bytes
-            fractions[tier] = min(left, room / total)
+            fractions[tier] = min(left, ACTIVATIONS_SHARE * self.free[tier] / total)
             left = 1.0 - sum(fractions.values())
         return {**fractions, "disk": max(0.0, left)}
 
@@ -126,12 +123,10 @@ class RunMemory:
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
             fill_tokens = 0  # memory runs out before the disk does, even if every page on it holds a single token
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
-        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:
-            max_sequences = min(max_sequences, max(1, self.expert_tokens // 4))
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
-            min(batch_tokens, self.expert_tokens),
-            min(batch_sequences, self.expert_tokens),
+            batch_tokens,
+            batch_sequences,
             min(max_sequences, max_windows),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
             pass_tokens=self._pass_tokens(max_sequences),
@@ -152,7 +147,8 @@ class RunMemory:
         if self.placement.streams_weights:
             return STREAMED_BATCH_TOKENS, STREAMED_BATCH_TOKENS, UNLIMITED
         least = LONG_MAX_SEQUENCES if self._page_tokens else 0
-        return BATCH_TOKENS, BATCH_TOKENS, max(least, MAX_SEQUENCES[self._compute_tier])
+        tokens = MAX_BATCH_TOKENS if self._compute_tier == "gpu" else BATCH_TOKENS
+        return tokens, tokens, max(least, MAX_SEQUENCES[self._compute_tier])
 
     def _pass_tokens(self, max_sequences: int) -> int:
         """Return the most prompt tokens that join a pass.
@@ -162,18 +158,18 @@ class RunMemory:
         if self.schedule.is_single_pass:
             return UNLIMITED
         if not self.schedule.reads_once:
-            return min(PASS_TOKENS, self.expert_tokens)
+            return PASS_TOKENS
         shares = self._copies.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
         tokens = int(pass_bytes / self.hidden_bytes)
-        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:
-            tokens = min(tokens, self.expert_tokens - max_sequences)  # whose newest tokens have experts, too
+        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
+            tokens = max(tokens // 2, tokens - max_sequences)
         return max(1, tokens)
 
     @property
     def _has_experts(self) -> bool:
-        """Whether experts are offloaded, which are then read once for all tokens that have room."""
-        return self.placement.expert_bytes > 0
+        """Whether offloaded experts are read once for all tokens that have room."""
+        return self.placement.expert_bytes > 0 and self.schedule.reads_once
 
     @property
     def _copies(self) -> Fractions:
@@ -185,11 +181,10 @@ class RunMemory:
 
     @cached_property
     def expert_tokens(self) -> int:
-        """The most tokens whose experts are computed together, at least the longest sequence."""
-        tier = self._compute_tier
+        """The most tokens whose experts are computed together; the engine computes a longer batch alone."""
         if not self._has_experts:
             return UNLIMITED
-        return int(self._waiting_bytes[tier] / (self._copies[tier] * self.hidden_bytes))
+        return int(self._waiting_bytes[self._compute_tier] / (self._copies[self._compute_tier] * self.hidden_bytes))
 
     @cached_property
     def _page_tokens(self) -> int:
@@ -226,28 +221,24 @@ class RunMemory:
 
         Under a policy they may take what the block's cache and staging leave, and always at least their share.
         """
-        size, policy, waiting = self.size, self.policy, dict.fromkeys(TIERS, 0.0)
-        is_single_pass = self.schedule.is_single_pass
+        if not self.schedule.reads_once:  # one batch at a time: nothing waits
+            return dict.fromkeys(TIERS, 0.0)
+        size, policy, waiting = self.size, self.policy, {}
         for tier in TIERS:
-            has_experts = self._has_experts and tier == self._compute_tier
-            if not self.schedule.reads_once and not has_experts:  # one batch at a time: nothing waits
-                continue
-            left: float = self.free[tier] - (self._staging[1] if tier == self._compute_tier else 0)
-            allowed = ACTIVATIONS_SHARE * self.free[tier]
-            if policy is not None and not is_single_pass:
+            computes = tier == self._compute_tier
+            allowed = (EXPERTS_SHARE if self._has_experts and computes else ACTIVATIONS_SHARE) * self.free[tier]
+            if policy is not None and not self.schedule.is_single_pass:
+                left: float = self.free[tier] - computes * self._staging[1]
                 positions = policy.block_size * size.longest
                 if size.decodes:
                     left -= positions * self.cache.bytes_per_token * self.placement.cache[tier]
-                    left -= policy.block_size * self.cache.window_bytes if tier == self._compute_tier else 0
+                    left -= computes * policy.block_size * self.cache.window_bytes
                 else:  # the planned block has room, and shared prefixes have the rest
                     left = min(positions * self.hidden_bytes * self._copies[tier], left)
-                allowed = max(allowed, left)
-            elif has_experts:
-                allowed = EXPERTS_SHARE * left
+                allowed = max(ACTIVATIONS_SHARE * self.free[tier], left)
             # At least one sequence, however long: a preempted one is computed again in one piece.
-            token_bytes = self.hidden_bytes * max(1, self._copies[tier])
-            most = max(size.prompt_tokens, size.longest)
-            waiting[tier] = min(max(allowed, size.longest * token_bytes), most * token_bytes)
+            most = max(size.prompt_tokens, size.longest) * max(1, self._copies[tier])
+            waiting[tier] = min(max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes)
         return waiting
 
     @cached_property

@@ -23,7 +23,6 @@ from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
     cache_blocks,
-    fewest_passes,
     placed_fractions,
     predict,
     shrunk,
@@ -42,7 +41,6 @@ from flexgen_helm.planner.problem import (
     Affine,
     BlockShape,
     PlanningProblem,
-    fraction_vector,
     fractions_by_kind,
 )
 from flexgen_helm.quant.precisions import PRECISIONS
@@ -59,8 +57,9 @@ _NOISE = 1e-6
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 _NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
-# The best candidates are tried with more passes over the prompts, by multiples of the fewest that have room.
-_DIVIDED, _MORE_PASSES = 6, (2, 4, 8)
+# Divisions of a block's prompts into passes that are tried, each twice as many as the one before; and batches of blocks
+# whose experts are streamed, which have their rows of the pass.
+_DIVISIONS, _FEW_BATCHES = 3, (1, 4, 20)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
@@ -108,9 +107,8 @@ def search(
     quick enough.
     """
     candidates = _candidates(problem, schedules, max_latency, fixed)
-    finished = filter(None, (_finish(problem, candidate, max_latency) for candidate in candidates))
-    wanted = (found for found in finished if _is_wanted(found.schedule, found.prediction.passes, schedules))
-    solutions = list(islice(wanted, _ROUNDED))
+    finished = (_finish(problem, candidate, max_latency) for candidate in candidates)
+    solutions = list(islice(filter(None, finished), _ROUNDED))
     if not solutions:
         raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
     # Of equals, one pass for all shares most, and small blocks end first.
@@ -133,12 +131,14 @@ def _candidates(
     problem: PlanningProblem, schedules: Sequence[Schedule], max_latency: float | None, fixed: Policy | None
 ) -> list[Candidate]:
     """Solve the program of every block shape; the best first."""
-    num_sequences = problem.workload.num_sequences
     solved: list[Candidate] = []
-
-    def solve(shape: BlockShape, residence: Sequence[bool]) -> None:
-        for candidate in _solve(problem, shape, fixed, residence):
+    num_sequences = problem.workload.num_sequences
+    for shape in _shapes(problem, schedules):
+        for candidate in _solve(problem, shape, fixed):
             costs = candidate.costs
+            streams_experts = problem.config.experts is not None and not costs.resident
+            if streams_experts and shape.schedule.is_single_pass and len(schedules) > 1:
+                continue  # it was not asked for, and a block in passes reads no more and holds less
             block_s = candidate.seconds_per_sequence * costs.sequences
             if max_latency is not None and block_s > max_latency * (1 + _SLACK):
                 continue
@@ -146,35 +146,12 @@ def _candidates(
                 total_s = workload_seconds(problem, costs, candidate.fractions)
                 candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
             solved.append(candidate)
-
-    def order(found: Candidate) -> tuple[float, float, int]:
-        shape = found.costs.shape
-        return _rank(found.seconds_per_sequence), shape.num_sequences, shape.num_gpu_batches
-
-    for shape in _shapes(problem, schedules):
-        shape = _divided(problem, shape, fixed)
-        solve(shape, (False, True) if _is_wanted(shape.schedule, shape.passes, schedules) else (True,))
-    # More passes leave more of the compute tier to weights and cache, which each decode step reads.
-    for candidate in sorted(solved, key=order)[:_DIVIDED]:
-        shape = candidate.costs.shape
-        if not candidate.costs.resident and not shape.schedule.is_single_pass:
-            more = (factor * shape.passes for factor in _MORE_PASSES)
-            for passes in (number for number in more if number <= problem.most_passes(shape)):
-                solve(replace(shape, passes=passes), (False,))
-    return sorted(solved, key=order)
-
-
-def _is_wanted(schedule: Schedule, passes: int, schedules: Sequence[Schedule]) -> bool:
-    """Whether a schedule that nobody asked for may be chosen: a single pass reads each expert once."""
-    return passes == 1 or not schedule.is_single_pass or len(schedules) == 1
-
-
-def _divided(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None) -> BlockShape:
-    """Return a shape with the fewest passes that have room with nothing else on the compute tier than there must be."""
-    has_gpu = problem.compute_tier == "gpu"
-    farthest = replace(fixed or Policy(1, 1, wc=0.0), cg=0.0, cc=float(has_gpu), hg=0.0, hc=1.0)
-    fractions = fraction_vector(farthest, has_gpu)
-    return replace(shape, passes=fewest_passes(problem, shape, fractions, (problem.compute_tier,)))
+    return sorted(
+        solved,
+        key=lambda found: (
+            _rank(found.seconds_per_sequence), found.costs.shape.num_sequences, found.costs.shape.num_gpu_batches
+        ),
+    )  # fmt: skip
 
 
 def _rank(value: float) -> float:
@@ -202,7 +179,7 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
         if schedule.is_single_pass and workload.output > 1:
             continue
         for batch_size in batch_sizes:
-            batches = set(_NUM_BATCHES)
+            batches = set(_NUM_BATCHES if problem.config.experts is None else _FEW_BATCHES)
             if not problem.endless:  # with the one that holds the whole workload
                 batches.add(min(-(-workload.num_sequences // batch_size), _NUM_BATCHES[-1]))
                 if schedule.is_single_pass:
@@ -216,29 +193,29 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                     yield shape
 
 
-def _solve(
-    problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None, residence: Sequence[bool] = (False, True)
-) -> Iterator[Candidate]:
+def _solve(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None) -> Iterator[Candidate]:
     """Solve the programs of one block shape: with weights that are streamed, and with resident ones if there is room.
 
+    Where experts are streamed: in few passes over the prompts, and in more, which leave room to weights and cache.
     fixed: a policy whose weights are loaded already.
-    residence: whether weights are resident, for each program.
     """
     tier = problem.compute_tier
     loaded = None if fixed is None else tier_fractions(fixed, "weights", tier == "gpu")
-    for resident in residence:
-        if resident and (problem.stored_bytes > problem.usable(tier) or (loaded and loaded[tier] < 1)):
-            continue
-        costs = block_costs(problem, replace(shape, passes=1) if resident else shape, resident)
-        bounds = _bounds(problem, 2)
-        if resident:
-            bounds[WEIGHTS[tier]] = (1.0, 1.0)
-        for name, part in (loaded or {}).items():
-            bounds[WEIGHTS[name]] = (part, part)
+    bounds = _bounds(problem, 2)
+    for name, part in (loaded or {}).items():
+        bounds[WEIGHTS[name]] = (part, part)
+    passes, streamed = 1, 0
+    while streamed < _DIVISIONS and passes <= problem.most_passes(shape):
+        costs = block_costs(problem, replace(shape, passes=passes))
         if (solved := _solved(problem, costs, bounds)) is not None:
-            fractions, seconds = solved
-            keeps_weights = resident or loaded is not None
-            yield Candidate(costs, keeps_weights, fractions, seconds / costs.sequences)
+            streamed += 1
+            yield Candidate(costs, loaded is not None, solved[0], solved[1] / costs.sequences)
+        passes *= 2
+    if problem.stored_bytes <= problem.usable(tier) and not (loaded and loaded[tier] < 1):
+        costs = block_costs(problem, shape, resident=True)
+        bounds[WEIGHTS[tier]] = (1.0, 1.0)
+        if (solved := _solved(problem, costs, bounds)) is not None:
+            yield Candidate(costs, True, solved[0], solved[1] / costs.sequences)
 
 
 def _solved(problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds) -> tuple[Affine, float] | None:
@@ -402,9 +379,7 @@ def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missin
         return replace(problem, limits={**problem.limits, **limits})
 
     def fits(changed: PlanningProblem) -> bool:
-        return any(
-            _finish(changed, candidate) is not None for candidate in _solve(changed, _divided(changed, shape, None))
-        )
+        return any(_finish(changed, candidate) is not None for candidate in _solve(changed, shape))
 
     suggestions = []
     raisable = [name for name in TIERS if problem.limits[name] < problem.largest_limit(name)]
@@ -445,8 +420,7 @@ def _least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine,
 
 def _quickest_seconds(problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None) -> float | None:
     """Return the seconds of the quickest block as it will be placed, the smallest one; None if not even that fits."""
-    shape = _divided(problem, _smallest_block(schedules), fixed)
-    found = (_finish(problem, candidate) for candidate in _solve(problem, shape, fixed))
+    found = (_finish(problem, candidate) for candidate in _solve(problem, _smallest_block(schedules), fixed))
     return min((solution.prediction.block_s for solution in found if solution is not None), default=None)
 
 

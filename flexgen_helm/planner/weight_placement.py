@@ -24,7 +24,6 @@ from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import (
     COPIES_SHARE,
-    EXPERT_COPIES,
     TIERS,
     UNLIMITED,
     Fractions,
@@ -180,7 +179,7 @@ def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
     config = model.config
     sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
     positions = min(_LEAST_POSITIONS, config.max_positions)
-    hidden_bytes = config.state_size * compute_bytes * (1 if config.experts is None else EXPERT_COPIES)
+    hidden_bytes = config.state_size * compute_bytes
     return sizes.window_bytes + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 

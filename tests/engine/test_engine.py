@@ -22,10 +22,10 @@ from flexgen_helm.errors import (
     MemoryLimitError,
     NumericalError,
 )
-from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.transfer_stats import TransferStats
 from flexgen_helm.offload.weights import TieredWeights
 from tests.helpers import backend_models
+from tests.helpers.layers import replace_layers
 from tests.helpers.tiny_models import build_tiny, kv_bytes_per_token
 
 
@@ -150,19 +150,19 @@ def test_the_run_record_adds_up(engine, monkeypatch):
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
     """A row that turns non-finite while decoding shares its slot group; the freed slot must not poison the mover."""
     requests = [GenerationRequest(prompt_token_ids=[9, 10 + i, 20], max_tokens=12, ignore_eos=True) for i in range(5)]
-    layer, calls = Decoder.layer, []
+    calls = []
 
-    def poisoned(self, weights, number, hidden, *given):
-        hidden = layer(self, weights, number, hidden, *given)
+    def poisoned(compute, number, batches):
+        (hidden,) = compute()
         if number == 0 and len(hidden) == 5:
             calls.append(None)
             if len(calls) == 4:
                 hidden[1] = math.nan
-        return hidden
+        return [hidden]
 
     with Engine.from_pretrained(tiny("llama").path) as engine:
         before = engine.run(requests)
-        monkeypatch.setattr(Decoder, "layer", poisoned)
+        replace_layers(monkeypatch, poisoned)
         after = engine.run(requests)
     (failed,) = [index for index, result in enumerate(after) if result.error]
     assert isinstance(after[failed].error, NumericalError) and "layers.0" in str(after[failed].error)

@@ -71,17 +71,21 @@ def test_tokens_whose_experts_are_computed_together_have_room(schedule, policy, 
     try:
         limits = memory.limits()
     except MemoryLimitError:
-        assert num_bytes < (4 + schedule.is_single_pass) * hidden * size.longest
+        assert num_bytes < hidden * size.longest
+        return
+    if schedule is ROW:  # one batch at a time, which is workspace
+        assert memory.expert_tokens == UNLIMITED
         return
     copies = 4 * hidden * memory.expert_tokens
     if schedule.is_single_pass:
         copies += memory.activation_fractions()[tier] * hidden * size.prompt_tokens
     assert copies + share * limits.cache_tokens * 120 <= num_bytes + 1
-    assert memory.expert_tokens >= size.longest and limits.batch_tokens <= memory.expert_tokens
-    if not schedule.is_single_pass:
-        assert limits.pass_tokens <= memory.expert_tokens
-    if schedule is ZIGZAG and size.decodes and memory.expert_tokens < size.prompt_tokens:
-        assert limits.pass_tokens == 1 or limits.pass_tokens + limits.max_sequences <= memory.expert_tokens
+    assert 4 * hidden * memory.expert_tokens >= min(4 * hidden * size.prompt_tokens, 0.1 * num_bytes) - 5 * hidden
+    if schedule is ZIGZAG:
+        assert limits.pass_tokens <= max(1, memory.expert_tokens)
+        running = min(limits.max_sequences, memory.expert_tokens // 2) if size.decodes else 0
+        waits = memory.expert_tokens < size.prompt_tokens
+        assert not waits or limits.pass_tokens == 1 or limits.pass_tokens + running <= memory.expert_tokens + 1
     resident = RunMemory(replace(placement, expert_bytes=0), policy, schedule, size, free, CacheSizes(120, 10), hidden)
     assert resident.expert_tokens == UNLIMITED
 

@@ -46,6 +46,12 @@ def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
     assert plan(policy=given).comparable_policy(24) is given
 
 
+@pytest.mark.parametrize("tier, tokens", [("cpu", 1024), ("gpu", 4096)])
+def test_a_device_converts_resident_weights_once_for_more_tokens_than_a_host(tier, tokens):
+    limits = {"gpu": 0, "cpu": 0, "disk": 0, tier: 1 << 40}
+    assert plan(placed(limits=limits, compute_tier=tier)).limits.batch_tokens == tokens
+
+
 def test_a_plan_is_described_in_one_line() -> None:
     plan = RunPlan(
         "gpu",
