@@ -280,7 +280,7 @@ class Decoder:
         return wait_for_experts(self._route(weights, moe, x))
 
     def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> RoutedTokens:
-        def experts(sizes: ExpertSizes, _: Tensor, x: Tensor) -> Tensor:
+        def experts(sizes: ExpertSizes, _: Tensor | int, x: Tensor) -> Tensor:
             if len(sizes) > 1:
                 return self._mlp(_OfExperts(weights, sizes), "mlp.experts.{}", x)
             return self._mlp(weights, f"mlp.experts.{next(iter(sizes))}", x)

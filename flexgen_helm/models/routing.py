@@ -38,7 +38,7 @@ class RoutedTokens:
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    experts: sizes, expert of each row [rows] if there are several, tokens [rows, H] -> results [rows, H], which are
+    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows, H], which are
         overwritten.
     at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results (Llama 4).
@@ -48,7 +48,7 @@ class RoutedTokens:
     selected: Tensor
     weights: Tensor
     num_experts: int
-    experts: Callable[[ExpertSizes, Tensor, Tensor], Tensor]
+    experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
 
@@ -133,7 +133,7 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
         given = [batches[index].x.index_select(0, tokens[begin:end]) for _, index, begin, end in tile]
         x = given[0] if len(given) == 1 else torch.cat(given)
         x = x.mul_(shares[rows]) if first.weighs_input else x
-        y = first.experts(of_experts, keys[rows], x)
+        y = first.experts(of_experts, keys[rows] if first.at_once else number, x)
         y = y if first.weighs_input else y.mul_(shares[rows])
         if first.at_once:
             results[rows] = y

@@ -204,17 +204,14 @@ class TransformersDecoder:
             self._functions.__enter__()
             self._bind(kind, attend)  # other batches have run meanwhile
 
-    def _experts(self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor, x: Tensor) -> Tensor:
+    def _experts(self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor) -> Tensor:
         """Rows x [rows, H] through their experts."""
         module, weights = call.module, self._weights
         assert weights is not None
 
         def linear(entry: str, x: Tensor) -> Tensor:
             y = weights.expert_linear(sizes, f"{call.path}.{{}}.{entry}", x)
-            if module.has_bias:
-                bias = getattr(module, f"{entry}_bias")
-                y = y + (bias[next(iter(sizes))] if len(sizes) == 1 else bias.index_select(0, numbers))
-            return y
+            return y + getattr(module, f"{entry}_bias")[numbers] if module.has_bias else y
 
         with self._functions:
             inner = linear("gate_up_proj" if module.has_gate else "up_proj", x)
