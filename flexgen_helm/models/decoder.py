@@ -21,7 +21,7 @@ from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
-from flexgen_helm.models.routing import RoutedTokens, run_together, wait_for_experts
+from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,18 +93,14 @@ class TableRows:
         return TableRows(*(numbers.where(numbers < rows, 0) for numbers in (self.on_device, self.on_host)))
 
 
-class StageWeights(Protocol):
-    """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.
+class Products(Protocol):
+    """Matrices of one stage, by canonical name without the stage's prefix.
 
     repeatable: a matrix may be used more than once. Otherwise each is used at most once, in the order of
         `ModelConfig.stage_tensors`; experts in the order of `use_experts`.
     """
 
     repeatable: bool
-
-    def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
-        """Say which experts so many tokens use, in order; called after routing, before their first product."""
-        ...
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, in] times `name`.weight transposed, plus `name`.bias -> [T, out]."""
@@ -114,6 +110,25 @@ class StageWeights(Protocol):
         """Multiply x with each of some matrices, in this order, at once where that is faster."""
         return [self.linear(name, x) for name in names]
 
+
+class StageWeights(Products, Protocol):
+    """The weights of one stage; values in the compute dtype.
+
+    holds_experts: all of its experts rest on a device, where launches cost more than moving rows.
+    """
+
+    holds_experts: bool = False
+
+    def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
+        """Say which experts so many tokens use, in order; called after routing, before their first product."""
+        ...
+
+    def expert_linear(self, sizes: ExpertSizes, name: str, x: Tensor) -> Tensor:
+        """x [rows, in] times the matrix of each row's expert -> [rows, out]; `name` has {} for the expert's number."""
+        parts = zip(sizes, x.split([*sizes.values()]))
+        products = [self.linear(name.format(number), part) for number, part in parts]
+        return products[0] if len(products) == 1 else torch.cat(products)
+
     def vector(self, name: str) -> Tensor | None:
         """A norm's weight or bias; None if the model has none."""
         ...
@@ -121,6 +136,18 @@ class StageWeights(Protocol):
     def lookup(self, name: str, rows: TableRows) -> Tensor:
         """Rows [T] of a table -> [T, width]."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class _OfExperts(Products):
+    """Matrices of several experts as those of one."""
+
+    weights: StageWeights
+    sizes: ExpertSizes
+    repeatable: bool = False
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return self.weights.expert_linear(self.sizes, name, x)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,7 +261,7 @@ class Decoder:
         hidden = layer_rows.add(x, hidden)
         return self._norm(weights, f"{block}_norm", hidden) if residual.sum_norm else hidden
 
-    def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
+    def _mlp(self, weights: Products, name: str, x: Tensor) -> Tensor:
         if x.shape[0] > _MLP_TOKENS and weights.repeatable:
             return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
         if self.config.gated_mlp:
@@ -253,14 +280,16 @@ class Decoder:
         return wait_for_experts(self._route(weights, moe, x))
 
     def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> RoutedTokens:
-        def expert(number: int, tokens: Tensor) -> Tensor:
-            return self._mlp(weights, f"mlp.experts.{number}", tokens)
+        def experts(sizes: ExpertSizes, _: Tensor | int, x: Tensor) -> Tensor:
+            if len(sizes) > 1:
+                return self._mlp(_OfExperts(weights, sizes), "mlp.experts.{}", x)
+            return self._mlp(weights, f"mlp.experts.{next(iter(sizes))}", x)
 
         probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
         expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        return RoutedTokens(x, selected, expert_weights, moe.count, expert)
+        return RoutedTokens(x, selected, expert_weights, moe.count, experts, weights.holds_experts)
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         config, weight = self.config, weights.vector(f"{name}.weight")

@@ -12,11 +12,10 @@ Shapes: T tokens of a batch, H hidden size, E experts of a layer, K experts of a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from flexgen_helm.concurrency import stop_point
 
 # Called with the experts that tokens use, in order, and the number of these tokens (`StageWeights.use_experts`).
 Announce = Callable[[Sequence[int], int], None]
+# How many rows of sorted tokens each of some experts has, by number, in order.
+ExpertSizes = Mapping[int, int]
 # Rows of one product with an expert: bounds the workspace without changing a result.
 _EXPERT_ROWS = 4096
 
@@ -37,7 +38,9 @@ class RoutedTokens:
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    expert: number, tokens [t, H] -> results [t, H], which are overwritten.
+    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows, H], which are
+        overwritten.
+    at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results (Llama 4).
     """
 
@@ -45,7 +48,8 @@ class RoutedTokens:
     selected: Tensor
     weights: Tensor
     num_experts: int
-    expert: Callable[[int, Tensor], Tensor]
+    experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
+    at_once: bool
     weighs_input: bool = False
 
 
@@ -95,7 +99,8 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
 
         sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and batch … T K
 
-    A token's results are added in the order of expert numbers, whatever else is in its batch.
+    A token's results are added in the order of expert numbers, whatever else is in its batch. A batch that multiplies
+    with many experts at once is alone; then what else a product needs takes one launch of a device for all of them.
 
     announce: called before the first is computed.
     """
@@ -115,19 +120,29 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
         if (end := bounds[number * count + index + 1]) > (begin := bounds[number * count + index])
         for row in range(begin, end, _EXPERT_ROWS)
     ]
-    by_expert = {number: list(of_expert) for number, of_expert in groupby(parts, key=lambda part: part[0])}
-    announce([*by_expert], sum(sizes))
+    announce([*dict.fromkeys(number for number, *_ in parts)], sum(sizes))
     out = [torch.zeros_like(batch.x) for batch in batches]
-    for number, of_expert in by_expert.items():
-        for tile in _tiles(of_expert):
-            stop_point()
-            rows = slice(tile[0][2], tile[-1][3])
-            given = [batches[index].x.index_select(0, tokens[begin:end]) for _, index, begin, end in tile]
-            x = given[0] if len(given) == 1 else torch.cat(given)
-            y = first.expert(number, x.mul_(shares[rows]) if first.weighs_input else x)
-            y = y if first.weighs_input else y.mul_(shares[rows])
-            for _, index, begin, end in tile:
-                out[index].index_add_(0, tokens[begin:end], y[begin - rows.start : end - rows.start])
+    results = first.x.new_empty((first.at_once * len(keys), first.x.shape[1]))
+    for tile in _tiles(parts, first.at_once):
+        stop_point()
+        rows, of_experts = slice(tile[0][2], tile[-1][3]), Counter[int]()
+        for number, _, begin, end in tile:
+            of_experts[number] += end - begin
+        if first.at_once:
+            tile = [(0, 0, rows.start, rows.stop)]
+        given = [batches[index].x.index_select(0, tokens[begin:end]) for _, index, begin, end in tile]
+        x = given[0] if len(given) == 1 else torch.cat(given)
+        x = x.mul_(shares[rows]) if first.weighs_input else x
+        y = first.experts(of_experts, keys[rows] if first.at_once else number, x)
+        y = y if first.weighs_input else y.mul_(shares[rows])
+        if first.at_once:
+            results[rows] = y
+            continue
+        for _, index, begin, end in tile:
+            out[index].index_add_(0, tokens[begin:end], y[begin - rows.start : end - rows.start])
+    if first.at_once:
+        for of_rank in tokens.argsort(stable=True).view(-1, per_token).unbind(1):
+            out[0].add_(results.index_select(0, of_rank))
     return out
 
 
@@ -135,11 +150,11 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
 _Part = tuple[int, int, int, int]
 
 
-def _tiles(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Join neighbouring parts to tiles of at most `_EXPERT_ROWS` rows."""
+def _tiles(parts: Sequence[_Part], of_many: bool) -> Iterator[list[_Part]]:
+    """Join neighbouring parts, of one expert or of many, to tiles of at most `_EXPERT_ROWS` rows."""
     tile: list[_Part] = []
     for part in parts:
-        if tile and part[3] - tile[0][2] > _EXPERT_ROWS:
+        if tile and (part[3] - tile[0][2] > _EXPERT_ROWS or not (of_many or part[0] == tile[0][0])):
             yield tile
             tile = []
         tile.append(part)

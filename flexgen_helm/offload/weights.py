@@ -215,6 +215,10 @@ class TieredWeights:
         """
         return stage in self._shared
 
+    def holds_experts(self, stage: str) -> bool:
+        """Whether all experts of a stage rest on a device."""
+        return self._tiers.device.type != "cpu" and self._experts.keys().isdisjoint(self._stage_experts[stage])
+
     @contextmanager
     def stage(self, name: str, is_repeated: bool = False) -> Iterator[StageWeights]:
         """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors.
@@ -347,6 +351,7 @@ class _StageView(StageWeights):
         self._weights, self._tensors, self._stage = weights, weights.tensors, stage
         self._streamed_rows = streamed_rows
         self.repeatable = streamed_rows is None or is_repeated
+        self.holds_experts = weights.holds_experts(stage)
 
     def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
         self._weights.use_experts(self._stage, experts, num_tokens)

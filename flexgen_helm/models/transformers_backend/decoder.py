@@ -23,9 +23,9 @@ from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, Decoder, LayerBatch, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.decoder_config import DecoderConfig
-from flexgen_helm.models.routing import RoutedTokens, run_together, wait_for_experts
+from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
-from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig, expert_name
+from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
 from flexgen_helm.models.transformers_backend.recurrent import MixerRunner
@@ -192,8 +192,11 @@ class TransformersDecoder:
 
     def _run_experts(self, kind: LayerKind, attend: Attend, call: ExpertsCall) -> Tensor:
         """Each token x [T, H] through its experts."""
-        expert = partial(self._expert, call)
-        tokens = RoutedTokens(call.x, call.selected, call.weights, kind.num_experts, expert, call.weighs_input)
+        assert self._weights is not None
+        tokens = RoutedTokens(
+            call.x, call.selected, call.weights, kind.num_experts, partial(self._experts, call),
+            self._weights.holds_experts, call.weighs_input,
+        )  # fmt: skip
         self._functions.__exit__(None, None, None)  # PyTorch has one stack of them for all batches
         try:
             return wait_for_experts(tokens)
@@ -201,14 +204,14 @@ class TransformersDecoder:
             self._functions.__enter__()
             self._bind(kind, attend)  # other batches have run meanwhile
 
-    def _expert(self, call: ExpertsCall, number: int, x: Tensor) -> Tensor:
-        """Tokens x [t, H] through one expert."""
+    def _experts(self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor) -> Tensor:
+        """Rows x [rows, H] through their experts."""
         module, weights = call.module, self._weights
         assert weights is not None
 
         def linear(entry: str, x: Tensor) -> Tensor:
-            y = weights.linear(expert_name(call.path, number, entry).removesuffix(".weight"), x)
-            return y + getattr(module, f"{entry}_bias")[number] if module.has_bias else y
+            y = weights.expert_linear(sizes, f"{call.path}.{{}}.{entry}", x)
+            return y + getattr(module, f"{entry}_bias")[numbers] if module.has_bias else y
 
         with self._functions:
             inner = linear("gate_up_proj" if module.has_gate else "up_proj", x)
