@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import PROFILED, Curve, HardwareProfile, Link, load_profile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.cost_model import RESOURCES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
-from flexgen_helm.planner.predict import CostEstimate, evaluate, placed_fractions, predict, weight_reads
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem, fractions_by_kind
+from flexgen_helm.planner.predict import placed_fractions, predict
+from flexgen_helm.planner.problem import PlanningProblem, fractions_by_kind
 from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
@@ -77,8 +75,6 @@ def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
 
 # Precisions that a plan compares where none is asked for.
 _COMPARED = ("fp16", "8bit", "4bit")
-# Blocks larger than this are not considered.
-_MOST_SEQUENCES = 1 << 20
 _Record = TypeVar("_Record")
 
 
@@ -179,49 +175,22 @@ class Plan:
         return Expectation(seconds, *self.spread.of_time(seconds))
 
     @cached_property
-    def block(self) -> dict[str, dict[str, Any]]:
-        """What a block reads of the disk and computes, by phase, and from which size on the disk is not its bound.
-
-        bytes_read: of the disk. tokens_per_s: of prompts, of answers.
-        unbound_from: least sequences of such a block, all placed as planned; None if there is none. fits: it has room.
-        """
+    def block(self) -> dict[str, dict[str, float]]:
+        """Bytes that a block reads of the disk, and tokens of prompts or answers a second, by phase."""
         problem, policy, schedule = self.problem, self.solution.policy, self.solution.schedule
         prediction, hardware = self.solution.prediction, problem.hardware
         a_byte_a_second = replace(hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0))
         read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
-        fractions, endless = placed_fractions(problem, policy), replace(problem, endless=True)
-        reads = weight_reads(problem, policy, fractions)
-
-        def of_size(sequences: int) -> CostEstimate:
-            batch = min(policy.gpu_batch_size, sequences)
-            shape = BlockShape(batch, -(-sequences // batch), schedule, sequences)
-            return evaluate(endless, shape, fractions, reads)
-
-        def is_unbound(phase: str, sequences: int) -> bool:
-            """Ask the largest block of as many batches, too, and the next one, which reads for one batch more."""
-            batch = policy.gpu_batch_size
-            in_batch = min(batch, problem.batch_tokens / tokens[phase]) if phase == "prefill" else batch
-            next_size = int(-(-sequences // in_batch) * in_batch) + 1
-            return all(
-                _slowest(of_size(size).seconds[phase]) != "disk_read" for size in (sequences, next_size - 1, next_size)
-            )
-
-        phases = {}
         tokens = {"prefill": problem.workload.computed, "decode": problem.workload.output - 1}
         seconds = {"prefill": prediction.prefill_s, "decode": prediction.decode_s}
-        for phase in (name for name in tokens if tokens[name]):
-            least = _MOST_SEQUENCES
-            while least > 1 and is_unbound(phase, least // 2):
-                least //= 2
-            least = bisect_left(range(least), True, max(1, least // 2), key=partial(is_unbound, phase))
-            exists = least < _MOST_SEQUENCES
-            phases[phase] = {
+        return {
+            phase: {
                 "bytes_read": read[phase]["disk_read"],
-                "tokens_per_s": self.block_sequences * tokens[phase] / seconds[phase],
-                "unbound_from": least if exists else None,
-                "fits": exists and of_size(least).feasible,
+                "tokens_per_s": self.block_sequences * count / seconds[phase],
             }
-        return phases
+            for phase, count in tokens.items()
+            if count
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
@@ -297,11 +266,6 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
             found = search(problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency)
             plans[name] = Plan(problem, found)
     return plans
-
-
-def _slowest(seconds: Mapping[str, float]) -> str:
-    """Return the resource that a phase is bound by."""
-    return max(RESOURCES, key=lambda name: seconds.get(name, 0.0))
 
 
 def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, float]:

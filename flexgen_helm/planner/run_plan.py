@@ -159,9 +159,9 @@ class RunMemory:
             return UNLIMITED
         if not self.schedule.reads_once:
             return PASS_TOKENS
-        shares = self._copies.items()
+        shares = self.placement.activations.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        tokens = int(pass_bytes / self.hidden_bytes)
+        tokens = min(int(pass_bytes / self.hidden_bytes), self.expert_tokens)
         if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
             tokens = max(tokens // 2, tokens - max_sequences)
         return max(1, tokens)
@@ -184,7 +184,8 @@ class RunMemory:
         """The most tokens whose experts are computed together; the engine computes a longer batch alone."""
         if not self._has_experts:
             return UNLIMITED
-        return int(self._waiting_bytes[self._compute_tier] / (self._copies[self._compute_tier] * self.hidden_bytes))
+        copies = self._copies[self._compute_tier] * self.hidden_bytes
+        return STREAMED_BATCH_TOKENS + int(self._waiting_bytes[self._compute_tier] / copies)  # the first is workspace
 
     @cached_property
     def _page_tokens(self) -> int:

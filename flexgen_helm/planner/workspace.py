@@ -114,9 +114,10 @@ class Workspace:
         elif self._masks:
             scores += 4 * prompt * prompt
         states = self.element * tokens * (self._elements_per_token + 4 * config.state_size)
-        if self.tier == "gpu" and config.experts is not None:  # rows of a tile of `models.routing`, and all results
-            rows, hidden = tokens * config.experts.per_token, config.hidden_size
-            sorted_rows = min(rows, MAX_BATCH_TOKENS) * (5 * config.widest_ffn + 3 * hidden) + rows * hidden
+        if (experts := config.experts) is not None:  # rows of a tile of `models.routing`, and on a device all results
+            rows, hidden = tokens * experts.per_token, config.hidden_size
+            sorted_rows = min(rows, MAX_BATCH_TOKENS) * (5 * experts.ffn_size + 3 * hidden)
+            sorted_rows += rows * hidden * (self.tier == "gpu")
             states = max(states, self.element * (sorted_rows + tokens * (6 * hidden + 4 * config.state_size)))
         states += self._mixing(tokens, prompt)
         total = states + (4 if self._direct else 2) * scores + self.element * self._upcast_elements

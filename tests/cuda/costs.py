@@ -16,7 +16,7 @@ from tests.cuda.device import Device
 from tests.helpers.layers import replace_layers
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
-COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py")
+COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py", "offload/experts.py")
 
 
 @dataclass

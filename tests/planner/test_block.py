@@ -1,4 +1,4 @@
-"""What a plan says of a block: bytes read of the disk, tokens a second, and which blocks the disk does not bound.
+"""What a plan says of a block: bytes read of the disk, and tokens a second.
 
 Mixtures of up to a trillion parameters on small machines: more memory or a faster disk never makes their plans slower.
 """
@@ -12,10 +12,8 @@ import pytest
 
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, expert_of, stage_names
-from flexgen_helm.planner.plan import Plan, make_plan, planning_problem
+from flexgen_helm.planner.plan import make_plan, planning_problem
 from flexgen_helm.planner.policy import Policy, Workload
-from flexgen_helm.planner.predict import evaluate, placed_fractions, weight_reads
-from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.search import search
 from tests.helpers.planning_problems import config
 
@@ -72,68 +70,6 @@ def test_scores_have_no_decoding_and_weights_in_memory_read_nothing():
     assert list(scored.block) == ["prefill"] and scored.block["prefill"]["bytes_read"] > 10 * GB
     resident = make_plan(problem_of("opt-125m", machine(), Workload.uniform(100, 10, 50))).block
     assert {phase["bytes_read"] for phase in resident.values()} == {0.0}
-    assert {phase["unbound_from"] for phase in resident.values()} == {1}
-
-
-# --- The block from which on the disk is not the bound ---
-
-
-def searched(*of, **more):
-    problem = problem_of(*of, **more)
-    return Plan(problem, search(problem))
-
-
-def check_by_scan(made):
-    """Try block after block. Sizes beside the found one are all tried, larger ones in steps of 2 %."""
-    problem, policy = made.problem, made.solution.policy
-    fractions = placed_fractions(problem, policy)
-    reads = weight_reads(problem, policy, fractions)
-    endless = replace(problem, endless=True)
-
-    def block(sequences):
-        batch = min(policy.gpu_batch_size, sequences)
-        shape = BlockShape(batch, -(-sequences // batch), made.solution.schedule, sequences)
-        return evaluate(endless, shape, fractions, reads)
-
-    def is_bound(phase, sequences):
-        seconds = block(sequences).seconds[phase]
-        others = (seconds[name] for name in ("compute", "to_gpu", "to_cpu", "disk_write"))
-        return seconds["disk_read"] > max(others)
-
-    said = {}
-    for phase, found in made.block.items():
-        least = found["unbound_from"]
-        said[phase] = least
-        if least is None:
-            assert is_bound(phase, 1 << 19) and not found["fits"]
-            continue
-        # The block before it is bound, or one that has a batch more.
-        assert least == 1 or any(is_bound(phase, size) for size in range(least - 1, 3 * least))
-        assert found["fits"] == (not block(least).missing)
-        larger = {*range(least, least + 40), *(int(least * 1.02**step) for step in range(300))}
-        assert [size for size in sorted(larger) if is_bound(phase, size)] == [], phase
-    return said
-
-
-def test_the_found_block_is_that_of_a_scan():
-    workload = Workload.uniform(300, 20, 3000)
-    host = check_by_scan(searched("gpt-oss-120b", machine(48 * GB), workload))
-    assert host["prefill"], "a processor computes longer than it reads"
-    check_by_scan(searched("gpt-oss-120b", machine(48 * GB, 24 * GB), workload))
-    # 16 bits on a fast machine: prompts are computed longer than weights are read, from some size on.
-    between = check_by_scan(searched("gpt-oss-120b", machine(48 * GB, 80 * GB, 5.5 * GB, "h100"), workload))
-    assert between["prefill"] > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MIXTURES)
-def test_found_blocks_are_those_of_scans(model):
-    draw = random.Random(model)
-    for precision in ("fp16", "8bit", "4bit"):
-        for gpu, base in ((0.0, "rtx3090"), (24 * GB, "rtx3090"), (80 * GB, "h100")):
-            workload = Workload.uniform(draw.randint(20, 1500), draw.randint(1, 100), draw.randint(10, 4000))
-            hardware = machine(draw.uniform(48, 200) * GB, gpu, draw.uniform(1, 10) * GB, base)
-            check_by_scan(searched(model, hardware, workload, precision=precision))
 
 
 # --- More of a machine ---
