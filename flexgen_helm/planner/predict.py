@@ -79,12 +79,15 @@ class CostEstimate:
         return not self.missing
 
 
-def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True) -> CostEstimate:
+def predict(
+    problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True, passes: int = 0
+) -> CostEstimate:
     """Predict the cost of a policy.
 
     rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
+    passes: over a block's prompts; 0 for the fewest that have room.
     """
-    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule)
+    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule, passes=passes)
     if rounded:
         fractions = placed_fractions(problem, policy)
     else:
@@ -184,8 +187,8 @@ def evaluate(
     if not problem.endless:
         shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
-    if not resident:
-        shape = replace(shape, passes=_fewest_passes(problem, shape, fractions))
+    if not shape.passes:
+        shape = replace(shape, passes=1 if resident else _fewest_passes(problem, shape, fractions))
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)

@@ -59,7 +59,7 @@ _NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Divisions of a block's prompts into passes that are tried, each twice as many as the one before; and batches of blocks
 # whose experts are streamed, which have their rows of the pass.
-_DIVISIONS, _FEW_BATCHES = 3, (1, 4, 20)
+_DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
@@ -292,8 +292,10 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
             gpu, cpu = (abs(round(float(fractions[columns[tier]]), 4)) for tier in TIERS[:2])
             shares += [gpu, min(cpu, 1.0 - gpu)]
         policy = Policy(shape.gpu_batch_size, shape.num_gpu_batches, *shares)
-        prediction = predict(problem, policy, shape.schedule)
+        prediction = predict(problem, policy, shape.schedule, passes=shape.passes)
         if prediction.feasible:
+            if shape.passes > 1:  # rounding may leave room for fewer, which a run then takes
+                prediction = predict(problem, policy, shape.schedule)
             return None if _is_late(prediction, max_latency) else Solution(policy, shape.schedule, prediction)
         lowered = False
         for tier, following in next_tier.items():

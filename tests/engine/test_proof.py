@@ -136,9 +136,9 @@ def without_positions(monkeypatch):
 def without_router(monkeypatch):
     honest = TransformersDecoder._run_experts
 
-    def next_experts(self, kind, call):
+    def next_experts(self, kind, attend, call):
         call.selected = (call.selected + 1) % kind.num_experts
-        return honest(self, kind, call)
+        return honest(self, kind, attend, call)
 
     monkeypatch.setattr(TransformersDecoder, "_run_experts", next_experts)
 
