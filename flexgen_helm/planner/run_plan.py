@@ -185,7 +185,8 @@ class RunMemory:
         if not self._has_experts:
             return UNLIMITED
         copies = self._copies[self._compute_tier] * self.hidden_bytes
-        return STREAMED_BATCH_TOKENS + int(self._waiting_bytes[self._compute_tier] / copies)  # the first is workspace
+        # The first batch is workspace, but for what rests beside the others when they begin and end.
+        return STREAMED_BATCH_TOKENS // 2 + int(self._waiting_bytes[self._compute_tier] / copies)
 
     @cached_property
     def _page_tokens(self) -> int:
