@@ -228,7 +228,9 @@ class RunMemory:
         size, policy, waiting = self.size, self.policy, {}
         for tier in TIERS:
             computes = tier == self._compute_tier
-            allowed = (EXPERTS_SHARE if self._has_experts and computes else ACTIVATIONS_SHARE) * self.free[tier]
+            allowed = ACTIVATIONS_SHARE * self.free[tier]
+            if self._has_experts and computes:  # beside one sequence's cache in use
+                allowed = EXPERTS_SHARE * (self.free[tier] - self._staging[1] - self.cache.window_bytes)
             if policy is not None and not self.schedule.is_single_pass:
                 left: float = self.free[tier] - computes * self._staging[1]
                 positions = policy.block_size * size.longest
