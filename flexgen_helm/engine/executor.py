@@ -38,7 +38,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, STREAMED_BATCH_TOKENS, UNLIMITED, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
@@ -483,18 +483,21 @@ class Executor:
 
     def _layer_batches(self, layer: int, left: deque[WorkItem], current: _Pass) -> abc.Iterator[LayerBatch]:
         """Take items from the left as long as there is room for their batches to wait for a layer's experts."""
-        decoder, num_tokens = self._decoder, 0
+        decoder, taken = self._decoder, 0.0
+        room = self.expert_tokens - STREAMED_BATCH_TOKENS // 2  # the first batch is workspace
         while left:
             batch = current.batches[left[0].batch]
-            waiting = None
-            if num_tokens:  # the first one's is workspace
-                num_bytes = EXPERT_COPIES * batch.num_tokens * self._config.state_size * decoder.dtype.itemsize
-                waiting = self._activations.claim_waiting(num_bytes)
-                if waiting is None or num_tokens + batch.num_tokens > self.expert_tokens:
-                    self._activations.release(waiting)
+            num_bytes, waiting = batch.num_tokens * self._config.state_size * decoder.dtype.itemsize, None
+            at_rest = batch.num_tokens / EXPERT_COPIES
+            if taken:
+                if taken + batch.num_tokens + at_rest > room:  # it leaves its rest only then
+                    return
+                if (waiting := self._activations.claim_waiting(EXPERT_COPIES * num_bytes)) is None:
                     return
             state = self._begin(left.popleft(), current)
-            state.waiting, num_tokens = waiting, num_tokens + batch.num_tokens
+            if not taken and left:  # where it will be stored, while the others still wait
+                waiting = self._activations.claim_waiting(num_bytes)
+            state.waiting, taken = waiting, taken + (batch.num_tokens if taken else at_rest)
             attend = LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
             hidden, state.hidden = state.hidden, None
             assert hidden is not None
