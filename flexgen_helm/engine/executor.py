@@ -376,8 +376,8 @@ class Executor:
                         charged_until = _charge(states.values(), charged_until)
                         for item in step:
                             state = states.pop(item.batch)
-                            self._hand_on(batches[item.batch], state, head, on_batch)
                             self._activations.release(state.waiting)
+                            self._hand_on(batches[item.batch], state, head, on_batch)
         except BaseException:
             self._weights.cancel()
             self.cache.cancel()
