@@ -33,6 +33,7 @@ from flexgen_helm.kernels.emit import (
     done,
     ir_statement,
     load,
+    njit,
     operands,
     part_of_thread,
     prefetch,
@@ -50,7 +51,7 @@ _OUTPUTS, _VALUES, _ROWS = 16, 256, 128
 _INT8 = ir.IntType(8)
 
 # Statements of the loops that `loops` makes for a format.
-_add_blocks: Any = None
+_multiply_blocks: Any = None
 _decode_blocks: Any = None
 
 
@@ -64,7 +65,7 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     # numba compiles what a function's globals are, and keeps it by the function's name.
     names = {
         **globals(),
-        "_add_blocks": ir_statement((1, TILE_ROWS))(partial(_add, fmt)),
+        "_multiply_blocks": ir_statement((1, TILE_ROWS))(partial(_product, fmt)),
         "_decode_blocks": ir_statement()(partial(_decode, fmt)),
     }
     multiply, decode = (
@@ -72,6 +73,12 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
         for function in (_multiply, _decode_rows)
     )
     return multiply, decode
+
+
+@njit
+def _line(memory: Any) -> Any:
+    """From the beginning of a line of the cache on."""
+    return memory[-(memory.ctypes.data // 4) % 16 :]
 
 
 def _decode_rows(address: Any) -> None:
@@ -93,28 +100,26 @@ def _multiply(address: Any) -> None:
     x, x_row, w, w_row, y, y_row, count, outputs, blocks, block_values, block_bytes = operands(address, 11)
     tiles = (outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     begin, end = tiles * part // parts * TILE_OUTPUTS, min(tiles * (part + 1) // parts * TILE_OUTPUTS, outputs)
-    sums = np.empty(_ROWS * _OUTPUTS * LANES, np.float32)
+    sums = _line(np.empty(_ROWS * _OUTPUTS * LANES + 16, np.float32))
     tile_sums, group_bytes = np.int64(sums.ctypes.data), TILE_ROWS * TILE_OUTPUTS * LANES * 4
     if count <= _FEW_ROWS:
         for output in range(begin, end, TILE_OUTPUTS):
             last = min(output + TILE_OUTPUTS, end) - 1
             for row in range(0, count, TILE_ROWS):
                 rows = 1 if row == count - 1 else TILE_ROWS
-                sums[: TILE_ROWS * TILE_OUTPUTS * LANES] = 0
-                given = x + row * x_row, x_row, count - 1 - row, w + output * w_row, w_row, last - output
-                _add_blocks((rows, *given, blocks, tile_sums))
-                _finish((rows, tile_sums, y + row * y_row + 4 * output, y_row, count - 1 - row, last - output))
+                given = x + row * x_row, x_row, w + output * w_row, w_row, y + row * y_row + 4 * output, y_row
+                _multiply_blocks((rows, *given, count - 1 - row, last - output, blocks))
         done(address, part)
         return
     step = max(1, _VALUES // block_values)
     tile_values = step * block_values
-    tile = np.empty(_OUTPUTS * tile_values, np.float32)
+    tile = _line(np.empty(_OUTPUTS * tile_values + 16, np.float32))
     at_tile = np.int64(tile.ctypes.data)
     for first_row in range(0, count, _ROWS):
         last_row = min(count, first_row + _ROWS) - 1
         for first in range(begin, end, _OUTPUTS):
             last = min(first + _OUTPUTS, end) - 1
-            sums[:] = 0
+            sums[: (last_row - first_row + TILE_ROWS) * _OUTPUTS * LANES] = 0
             for block in range(0, blocks, step):
                 number = min(step, blocks - block)
                 for output in range(first, last + 1):
@@ -132,7 +137,7 @@ def _multiply(address: Any) -> None:
             for row in range(first_row, last_row + 1, TILE_ROWS):
                 for output in range(first, last + 1, TILE_OUTPUTS):
                     to = y + row * y_row + 4 * output
-                    _finish((TILE_ROWS, group, to, y_row, last_row - row, last - output))
+                    _finish((group, to, y_row, last_row - row, last - output))
                     group += group_bytes
     done(address, part)
 
@@ -149,22 +154,13 @@ def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> lis
 
 def _sums(builder: Any, rows: int, at: Any) -> list[list[Any]]:
     """Addresses of a tile's sums."""
-    return [
-        [builder.add(at, INT64(4 * LANES * (i * TILE_OUTPUTS + j))) for j in range(TILE_OUTPUTS)] for i in range(rows)
-    ]
+    addresses = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * TILE_OUTPUTS)]
+    return [addresses[i * TILE_OUTPUTS : (i + 1) * TILE_OUTPUTS] for i in range(rows)]
 
 
-def _add_rows(builder: Any, rows: int, x: Any, w: Any, steps: Any, step: Any, weights: Any, sums: Any) -> None:
-    places = _sums(builder, rows, sums)
-    begun = [[load(builder, at, VECTOR, 4) for at in line] for line in places]
-    results = accumulate(builder, begun, x, w, steps, step, weights)
-    for at, result in zip(chain(*places), chain(*results)):
-        store(builder, result, at, 4)
-
-
-def _add(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
-    """Add x[i] · w[j] over whole blocks to the sums of some rows of x and of the matrix."""
-    x, x_row, x_last, w, w_row, w_last, blocks, sums = given
+def _product(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
+    """The product of some rows of x with some rows of blocks: y[i, j] = x[i] · w[j]."""
+    x, x_row, w, w_row, y, y_row, last, w_last, blocks = given
 
     def weights(at: list[Any]) -> Iterator[list[Any]]:
         for row in at:  # of the next tile
@@ -172,32 +168,42 @@ def _add(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
                 prefetch(builder, builder.add(row, builder.add(builder.mul(w_row, INT64(TILE_OUTPUTS)), INT64(line))))
         yield from zip(*(_weights(builder, fmt, block) for block in at))
 
-    x_rows, w_rows = _rows(builder, x, x_row, x_last, rows), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
-    _add_rows(builder, rows, x_rows, w_rows, blocks, (fmt.block_values, fmt.block_bytes), weights, sums)
+    x_rows, w_rows = _rows(builder, x, x_row, last, rows), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
+    zeros = [[ir.Constant(VECTOR, [0.0] * LANES)] * TILE_OUTPUTS] * rows
+    sums = accumulate(builder, zeros, x_rows, w_rows, blocks, (fmt.block_values, fmt.block_bytes), weights)
+    _store_totals(builder, sums, y, y_row, last, w_last)
 
 
 @ir_statement()
 def _add_floats(builder: Any, *given: Any) -> None:
-    """The same for float32 weights, over whole vectors."""
-    x, x_row, x_last, w, w_row, w_last, steps, sums = given
+    """Add products of some rows of x with some of a decoded tile to their sums."""
+    x, x_row, last, w, w_row, w_last, steps, at = given
 
     def weights(at: list[Any]) -> Iterator[list[Any]]:
         yield [load(builder, row, VECTOR, 4) for row in at]
 
-    x_rows, w_rows = _rows(builder, x, x_row, x_last, TILE_ROWS), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
-    _add_rows(builder, TILE_ROWS, x_rows, w_rows, steps, (LANES, 4 * LANES), weights, sums)
+    x_rows, w_rows = _rows(builder, x, x_row, last, TILE_ROWS), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
+    addresses = _sums(builder, TILE_ROWS, at)
+    begun = [[load(builder, address, VECTOR, 4) for address in row] for row in addresses]
+    results = accumulate(builder, begun, x_rows, w_rows, steps, (LANES, 4 * LANES), weights)
+    for address, result in zip(chain(*addresses), chain(*results)):
+        store(builder, result, address, 4)
 
 
-@ir_statement((1, TILE_ROWS))
-def _finish(builder: Any, rows: int, *given: Any) -> None:
-    """Store the totals of a tile's sums in some rows of y; what is beyond the last ones is equal to them."""
-    sums, y, y_row, y_last, w_last = given
-    vectors = [load(builder, at, VECTOR, 4) for at in chain(*_sums(builder, rows, sums))]
-    vector, numbers = totals(builder, vectors)
-    for i, row in enumerate(_rows(builder, y, y_row, y_last, rows)):
+@ir_statement()
+def _finish(builder: Any, *given: Any) -> None:
+    """Store the totals of a tile's sums."""
+    at, y, y_row, last, w_last = given
+    sums = [[load(builder, address, VECTOR, 4) for address in row] for row in _sums(builder, TILE_ROWS, at)]
+    _store_totals(builder, sums, y, y_row, last, w_last)
+
+
+def _store_totals(builder: Any, sums: list[list[Any]], y: Any, y_row: Any, last: Any, w_last: Any) -> None:
+    vector, numbers = totals(builder, list(chain(*sums)))
+    for i, row in enumerate(_rows(builder, y, y_row, last, len(sums))):
         for j, at in enumerate(_rows(builder, row, INT64(4), w_last, TILE_OUTPUTS)):
-            lane = numbers.index(i * TILE_OUTPUTS + j)
-            store(builder, builder.extract_element(vector, INT32(lane)), at, 4)
+            lane = INT32(numbers.index(i * TILE_OUTPUTS + j))
+            store(builder, builder.extract_element(vector, lane), at, 4)
 
 
 def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any) -> None:
@@ -219,7 +225,7 @@ def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: An
 
 def _weights(builder: Any, fmt: BlockFormat, block: Any) -> Iterator[Any]:
     """Vectors of a block's values, one after the other."""
-    scales, offsets = (_product(builder, block, factors) for factors in (fmt.scales, fmt.offsets))
+    scales, offsets = (_factors(builder, fmt, block, factors) for factors in (fmt.scales, fmt.offsets))
     bits = sum(part.width for part in fmt.codes.parts)
     codes = fmt.codes.table or tuple(float(code - fmt.codes.zero) for code in range(1 << bits))
     by_table = fmt.codes.table is not None or HAS_AVX512 and bits <= 4
@@ -245,11 +251,11 @@ def _weights(builder: Any, fmt: BlockFormat, block: Any) -> Iterator[Any]:
             yield scaled(_converted(builder, fmt.codes, integers))
 
 
-def _product(builder: Any, block: Any, factors: tuple[Numbers, ...]) -> Any:
+def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers, ...]) -> Any:
     """A vector of the products of factors; None where there are none."""
     product = None
     for numbers in factors:
-        factor = _factor(builder, block, numbers)
+        factor = _factor(builder, fmt, block, numbers)
         if product is not None:
             product = builder.fmul(_lane(builder, product, 0, numbers.count), factor)
         else:
@@ -257,11 +263,14 @@ def _product(builder: Any, block: Any, factors: tuple[Numbers, ...]) -> Any:
     return product
 
 
-def _factor(builder: Any, block: Any, numbers: Numbers) -> Any:
+def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any:
     if numbers.is_half:
-        bits = load(builder, builder.add(block, INT64(numbers.parts[0].bytes[0])), INT16, 1)
-        number = builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT)
-        return builder.insert_element(ir.Constant(ir.VectorType(FLOAT, 1), ir.Undefined), number, INT32(0))
+        # Among its neighbours: one alone would be inserted in a register, and wait for what was in it.
+        at = numbers.parts[0].bytes[0]
+        first = min(at, fmt.block_bytes - 8)
+        bits = load(builder, builder.add(block, INT64(first)), ir.VectorType(INT16, 4), 1)
+        halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), 4))
+        return _lane(builder, builder.fpext(halves, ir.VectorType(FLOAT, 4)), (at - first) // 2, 1)
     integers = _integers(builder, block, numbers, 0, numbers.count)
     if numbers.table is not None:
         return _looked_up(builder, numbers.table, integers)

@@ -145,6 +145,9 @@ class BlockFormat(Identified, name="BlockFormat", first_version="name"):
     axis: ClassVar[Axis] = "in"
     stripe_rows: ClassVar[int] = 1
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take longer than a product's call
+
     def takes(self, width: int) -> bool:
         """Whether rows of `width` values are whole blocks."""
         return width % self.block_values == 0
