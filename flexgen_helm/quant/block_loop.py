@@ -43,8 +43,6 @@ from flexgen_helm.kernels.product_loop import TILE_OUTPUTS, TILE_ROWS, accumulat
 from flexgen_helm.quant import formats
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
-# Rows of x up to which weights are decoded in registers.
-_FEW_ROWS = 2 * TILE_ROWS
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next: it stays in the
 # first cache beside some rows of x, and sums in the second.
 _OUTPUTS, _VALUES, _ROWS = 16, 256, 128
@@ -75,10 +73,9 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     return multiply, decode
 
 
-@njit
-def _line(memory: Any) -> Any:
-    """From the beginning of a line of the cache on."""
-    return memory[-(memory.ctypes.data // 4) % 16 :]
+def few_rows(fmt: BlockFormat) -> int:
+    """Return up to how many rows of x weights are decoded in registers: what has several parts takes longer."""
+    return TILE_ROWS if len(fmt.codes.parts) > 1 else 2 * TILE_ROWS
 
 
 def _decode_rows(address: Any) -> None:
@@ -86,7 +83,7 @@ def _decode_rows(address: Any) -> None:
     part, parts = part_of_thread(address)
     w, w_row, target, target_row, rows, blocks = operands(address, 6)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
-        _decode_blocks((w + row * w_row, blocks, target + row * target_row))
+        _decode_blocks((w + row * w_row, blocks, target + row * target_row, w_row))
     done(address, part)
 
 
@@ -94,15 +91,13 @@ def _multiply(address: Any) -> None:
     """y = x w^T for x [T, width] in float32 and packed w [outputs, width].
 
     Arguments: x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, blocks of a row, values and
-    bytes of a block.
+    bytes of a block, rows of x up to which weights are decoded in registers.
     """
     part, parts = part_of_thread(address)
-    x, x_row, w, w_row, y, y_row, count, outputs, blocks, block_values, block_bytes = operands(address, 11)
+    x, x_row, w, w_row, y, y_row, count, outputs, blocks, block_values, block_bytes, few = operands(address, 12)
     tiles = (outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     begin, end = tiles * part // parts * TILE_OUTPUTS, min(tiles * (part + 1) // parts * TILE_OUTPUTS, outputs)
-    sums = _line(np.empty(_ROWS * _OUTPUTS * LANES + 16, np.float32))
-    tile_sums, group_bytes = np.int64(sums.ctypes.data), TILE_ROWS * TILE_OUTPUTS * LANES * 4
-    if count <= _FEW_ROWS:
+    if count <= few:
         for output in range(begin, end, TILE_OUTPUTS):
             last = min(output + TILE_OUTPUTS, end) - 1
             for row in range(0, count, TILE_ROWS):
@@ -111,10 +106,12 @@ def _multiply(address: Any) -> None:
                 _multiply_blocks((rows, *given, count - 1 - row, last - output, blocks))
         done(address, part)
         return
-    step = max(1, _VALUES // block_values)
-    tile_values = step * block_values
-    tile = _line(np.empty(_OUTPUTS * tile_values + 16, np.float32))
-    at_tile = np.int64(tile.ctypes.data)
+    step = _VALUES // block_values
+    # Sums of all tiles of x and of the matrix, and the decoded rows, from the beginning of a line of the cache on.
+    memory = np.empty(_OUTPUTS * (_ROWS * LANES + _VALUES) + 16, np.float32)
+    sums = memory[-(memory.ctypes.data // 4) % 16 :]
+    at_sums, tile_bytes, row_bytes = np.int64(sums.ctypes.data), 4 * TILE_ROWS * TILE_OUTPUTS * LANES, 4 * _VALUES
+    decoded = at_sums + 4 * _OUTPUTS * _ROWS * LANES
     for first_row in range(0, count, _ROWS):
         last_row = min(count, first_row + _ROWS) - 1
         for first in range(begin, end, _OUTPUTS):
@@ -122,23 +119,22 @@ def _multiply(address: Any) -> None:
             sums[: (last_row - first_row + TILE_ROWS) * _OUTPUTS * LANES] = 0
             for block in range(0, blocks, step):
                 number = min(step, blocks - block)
+                ahead = step * block_bytes if block + step < blocks else _OUTPUTS * w_row - block * block_bytes
                 for output in range(first, last + 1):
                     at = w + output * w_row + block * block_bytes
-                    _decode_blocks((at, number, at_tile + (output - first) * tile_values * 4))
-                group = tile_sums
+                    _decode_blocks((at, number, decoded + (output - first) * row_bytes, ahead))
+                tile = at_sums
                 for row in range(first_row, last_row + 1, TILE_ROWS):
                     from_x = x + row * x_row + block * block_values * 4
                     for output in range(first, last + 1, TILE_OUTPUTS):
-                        from_tile = at_tile + (output - first) * tile_values * 4
-                        given = from_x, x_row, last_row - row, from_tile, tile_values * 4, last - output
-                        _add_floats((*given, number * block_values // LANES, group))
-                        group += group_bytes
-            group = tile_sums
+                        given = from_x, x_row, last_row - row, decoded + (output - first) * row_bytes, row_bytes
+                        _add_floats((*given, last - output, number * block_values // LANES, tile))
+                        tile += tile_bytes
+            tile = at_sums
             for row in range(first_row, last_row + 1, TILE_ROWS):
                 for output in range(first, last + 1, TILE_OUTPUTS):
-                    to = y + row * y_row + 4 * output
-                    _finish((group, to, y_row, last_row - row, last - output))
-                    group += group_bytes
+                    _finish((tile, y + row * y_row + 4 * output, y_row, last_row - row, last - output))
+                    tile += tile_bytes
     done(address, part)
 
 
@@ -164,8 +160,7 @@ def _product(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
 
     def weights(at: list[Any]) -> Iterator[list[Any]]:
         for row in at:  # of the next tile
-            for line in range(0, fmt.block_bytes, 64):
-                prefetch(builder, builder.add(row, builder.add(builder.mul(w_row, INT64(TILE_OUTPUTS)), INT64(line))))
+            _prefetch(builder, fmt, builder.add(row, builder.mul(w_row, INT64(TILE_OUTPUTS))))
         yield from zip(*(_weights(builder, fmt, block) for block in at))
 
     x_rows, w_rows = _rows(builder, x, x_row, last, rows), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
@@ -206,8 +201,8 @@ def _store_totals(builder: Any, sums: list[list[Any]], y: Any, y_row: Any, last:
             store(builder, builder.extract_element(vector, lane), at, 4)
 
 
-def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any) -> None:
-    """Decode blocks of a row; there is one at least."""
+def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any, ahead: Any) -> None:
+    """Decode blocks of a row; there is one at least. ahead: bytes to those that come after them."""
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -215,12 +210,18 @@ def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: An
     number.add_incoming(INT64(0), before)
     block = builder.add(packed, builder.mul(number, INT64(fmt.block_bytes)))
     to = builder.add(target, builder.mul(number, INT64(4 * fmt.block_values)))
+    _prefetch(builder, fmt, builder.add(block, ahead))
     for vector, weights in enumerate(_weights(builder, fmt, block)):
         store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
     following = builder.add(number, INT64(1))
     number.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, blocks), loop, behind)
     builder.position_at_end(behind)
+
+
+def _prefetch(builder: Any, fmt: BlockFormat, block: Any) -> None:
+    for line in range(0, fmt.block_bytes, 64):
+        prefetch(builder, builder.add(block, INT64(line)))
 
 
 def _weights(builder: Any, fmt: BlockFormat, block: Any) -> Iterator[Any]:
