@@ -22,6 +22,7 @@ from llvmlite import ir
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
     FLOAT,
+    HAS_AVX2,
     HAS_AVX512,
     INT16,
     INT32,
@@ -75,7 +76,7 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
 
 def few_rows(fmt: BlockFormat) -> int:
     """Return up to how many rows of x weights are decoded in registers: what has several parts takes longer."""
-    return TILE_ROWS if len(fmt.codes.parts) > 1 else 2 * TILE_ROWS
+    return 2 * TILE_ROWS if HAS_AVX512 and len(fmt.codes.parts) == 1 else TILE_ROWS
 
 
 def _decode_rows(address: Any) -> None:
@@ -309,6 +310,10 @@ def _converted(builder: Any, numbers: Numbers, integers: Any) -> Any:
 
 def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:
     """What integers name in a table."""
+    if HAS_AVX2 and LANES == 8 and (len(table), integers.type.count) == (16, 8):
+        halves = (ir.Constant(VECTOR, table[first : first + 8]) for first in (0, 8))
+        low, high = (call_llvm(builder, "llvm.x86.avx2.permps", VECTOR, half, integers) for half in halves)
+        return builder.select(builder.icmp_signed("<", integers, ir.Constant(integers.type, [8] * 8)), low, high)
     kind = ir.ArrayType(FLOAT, len(table))
     name = f"table_{hashlib.sha256(repr(table).encode()).hexdigest()[:16]}"
     constant = builder.module.globals.get(name)
