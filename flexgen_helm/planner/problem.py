@@ -507,7 +507,7 @@ class PlanningProblem:
 
     @cached_property
     def workspace(self) -> Workspace:
-        converts = self.precision.weights is not None or self.compute_bytes > 2
+        converts = self.precision.packs or self.compute_bytes > 2
         return Workspace(self.config, self.compute_bytes, self.compute_tier, self.precision.cache, converts=converts)
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import Identified
@@ -87,6 +87,8 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
         return self.num_stripes(rows) * self.stripe_bytes(width)
 
 
+StoredFormat: TypeAlias = "GroupFormat | BlockFormat"
+
 # ---- stored types of published files ----
 
 
@@ -122,7 +124,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class BlockFormat(Identified, name="BlockFormat", first_version="name"):
+class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
         value[i] = code[i] scale[i] + offset[i]        in float32, rounded after each operation
