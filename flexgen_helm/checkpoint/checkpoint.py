@@ -45,8 +45,8 @@ class Checkpoint(ABC):
 
     config: sizes and features of the model.
     formats: of the matrices that rest as published, by name; `packed_tiles` reads their bytes.
-    storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF
-        weights. Weights that another tool quantized have the type of their scales.
+    storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and
+        GGUF weights. Weights that another tool quantized have the type of their scales.
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.

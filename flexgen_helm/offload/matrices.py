@@ -5,8 +5,8 @@ of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file
 
 The matrices of an expert are loaded together, and share a weight file.
 
-A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is read from there, if that
-file is on the disk of the offload directory. It has no weight file, and its values are checked once.
+A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is read from there, if
+that file is on the disk of the offload directory. It has no weight file, and its values are checked once.
 """
 
 from __future__ import annotations
@@ -353,7 +353,8 @@ class MatrixLoader:
 
     def _content(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed here."""
-        return [self._read_packed(name).view(-1)] if isinstance(self.format_of(name), GroupFormat) else self._tiles(name)
+        is_packed_here = isinstance(self.format_of(name), GroupFormat)
+        return [self._read_packed(name).view(-1)] if is_packed_here else self._tiles(name)
 
     def _weight_files(self, fmt: StoredFormat | None) -> WeightFiles:
         label = self._at_rest.label(fmt)

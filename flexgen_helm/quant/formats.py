@@ -247,10 +247,18 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
             (_half(0), Numbers((_bits(8, 4, 4, 1), _bits(8, 2, 2, 1)), zero=32)),
         ),
         BlockFormat(
-            "MXFP4", 32, 17, Numbers((_bits(32, 1, 4, 16),), table=_FP4), (Numbers((_bits(1, 0, 8, 1),), table=_HALF_E8M0),)
+            "MXFP4",
+            32,
+            17,
+            Numbers((_bits(32, 1, 4, 16),), table=_FP4),
+            (Numbers((_bits(1, 0, 8, 1),), table=_HALF_E8M0),),
         ),
         BlockFormat(
-            "NVFP4", 64, 36, Numbers((_bits(64, 4, 4, 8),), table=_FP4), (Numbers((_bits(4, 0, 8, 4),), table=_HALF_E4M3),)
+            "NVFP4",
+            64,
+            36,
+            Numbers((_bits(64, 4, 4, 8),), table=_FP4),
+            (Numbers((_bits(4, 0, 8, 4),), table=_HALF_E4M3),),
         ),
         BlockFormat("TQ2_0", 256, 66, Numbers((_bits(256, 0, 2, 32),), zero=1), (_half(64),)),
     )

@@ -125,7 +125,10 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PublishedFormats(Identified, name="PublishedFormats"):
-    """The formats of a checkpoint's matrices that rest as published, by name; the checkpoint's fingerprint says which."""
+    """The formats of a checkpoint's matrices that rest as published, by name.
+
+    They are no part of a precision's text: the checkpoint's fingerprint says which it has.
+    """
 
     by_name: Mapping[str, BlockFormat]
 
