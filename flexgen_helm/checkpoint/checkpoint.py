@@ -121,15 +121,15 @@ class Checkpoint(ABC):
     def _choose_type(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Choose bfloat16 if most elements of matrices have it, else float16, which rounds less; note what is rounded.
 
-        tensors: stored type and shape of each.
+        tensors: stored type and shape of each; no type for one that rests as published.
         """
         elements: Counter[str] = Counter()
         for dtype, shape in tensors:
             elements[dtype] += prod(shape) if len(shape) > 1 else 0
         kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in _FLOATS) else "F16"
         self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
-        total = sum(elements.values())
-        self.rounded = {dtype: elements[dtype] / total for dtype in _FLOATS if dtype != kept and elements[dtype]}
+        rounded = {dtype: number for dtype, number in elements.items() if number and dtype not in ("", kept)}
+        self.rounded = {dtype: number / sum(elements.values()) for dtype, number in rounded.items()}
 
     def read_as_float16(self, as_float16: bool) -> None:
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""

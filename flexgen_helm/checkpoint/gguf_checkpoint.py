@@ -84,9 +84,10 @@ class GgufCheckpoint(Checkpoint):
                 f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
                 f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
             )
-        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
         formats = {name: _format(matched) for name, matched in self._tensors.items()}
         self.formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
+        types = {name: "" if name in self.formats else matched.stored.dtype for name, matched in self._tensors.items()}
+        self._choose_type((dtype, self.shapes[name]) for name, dtype in types.items())
 
     @cached_property
     def fingerprint(self) -> str:
