@@ -33,6 +33,7 @@ from flexgen_helm.kernels.emit import (
     done,
     ir_statement,
     load,
+    njit,
     operands,
     part_of_thread,
     prefetch,
@@ -42,15 +43,13 @@ from flexgen_helm.kernels.product_loop import TILE_OUTPUTS, TILE_ROWS, accumulat
 from flexgen_helm.quant import formats
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
-# Rows of x up to which weights are decoded in registers.
-_FEW_ROWS = 2 * TILE_ROWS
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next: it stays in the
 # first cache beside some rows of x, and sums in the second.
 _OUTPUTS, _VALUES, _ROWS = 16, 256, 128
 _INT8 = ir.IntType(8)
 
 # Statements of the loops that `loops` makes for a format.
-_add_blocks: Any = None
+_multiply_blocks: Any = None
 _decode_blocks: Any = None
 
 
@@ -64,7 +63,7 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     # numba compiles what a function's globals are, and keeps it by the function's name.
     names = {
         **globals(),
-        "_add_blocks": ir_statement((1, TILE_ROWS))(partial(_add, fmt)),
+        "_multiply_blocks": ir_statement((1, TILE_ROWS))(partial(_product, fmt)),
         "_decode_blocks": ir_statement()(partial(_decode, fmt)),
     }
     multiply, decode = (
@@ -74,12 +73,17 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     return multiply, decode
 
 
+def few_rows(fmt: BlockFormat) -> int:
+    """Return up to how many rows of x weights are decoded in registers: what has several parts takes longer."""
+    return TILE_ROWS if len(fmt.codes.parts) > 1 else 2 * TILE_ROWS
+
+
 def _decode_rows(address: Any) -> None:
     """Arguments: packed rows, bytes from one to the next, target rows in float32, bytes of them, rows, blocks of one."""
     part, parts = part_of_thread(address)
     w, w_row, target, target_row, rows, blocks = operands(address, 6)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
-        _decode_blocks((w + row * w_row, blocks, target + row * target_row))
+        _decode_blocks((w + row * w_row, blocks, target + row * target_row, w_row))
     done(address, part)
 
 
@@ -87,53 +91,50 @@ def _multiply(address: Any) -> None:
     """y = x w^T for x [T, width] in float32 and packed w [outputs, width].
 
     Arguments: x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, blocks of a row, values and
-    bytes of a block.
+    bytes of a block, rows of x up to which weights are decoded in registers.
     """
     part, parts = part_of_thread(address)
-    x, x_row, w, w_row, y, y_row, count, outputs, blocks, block_values, block_bytes = operands(address, 11)
+    x, x_row, w, w_row, y, y_row, count, outputs, blocks, block_values, block_bytes, few = operands(address, 12)
     tiles = (outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     begin, end = tiles * part // parts * TILE_OUTPUTS, min(tiles * (part + 1) // parts * TILE_OUTPUTS, outputs)
-    sums = np.empty(_ROWS * _OUTPUTS * LANES, np.float32)
-    tile_sums, group_bytes = np.int64(sums.ctypes.data), TILE_ROWS * TILE_OUTPUTS * LANES * 4
-    if count <= _FEW_ROWS:
+    if count <= few:
         for output in range(begin, end, TILE_OUTPUTS):
             last = min(output + TILE_OUTPUTS, end) - 1
             for row in range(0, count, TILE_ROWS):
                 rows = 1 if row == count - 1 else TILE_ROWS
-                sums[: TILE_ROWS * TILE_OUTPUTS * LANES] = 0
-                given = x + row * x_row, x_row, count - 1 - row, w + output * w_row, w_row, last - output
-                _add_blocks((rows, *given, blocks, tile_sums))
-                _finish((rows, tile_sums, y + row * y_row + 4 * output, y_row, count - 1 - row, last - output))
+                given = x + row * x_row, x_row, w + output * w_row, w_row, y + row * y_row + 4 * output, y_row
+                _multiply_blocks((rows, *given, count - 1 - row, last - output, blocks))
         done(address, part)
         return
-    step = max(1, _VALUES // block_values)
-    tile_values = step * block_values
-    tile = np.empty(_OUTPUTS * tile_values, np.float32)
-    at_tile = np.int64(tile.ctypes.data)
+    step = _VALUES // block_values
+    # Sums of all tiles of x and of the matrix, and the decoded rows, from the beginning of a line of the cache on.
+    memory = np.empty(_OUTPUTS * (_ROWS * LANES + _VALUES) + 16, np.float32)
+    sums = memory[-(memory.ctypes.data // 4) % 16 :]
+    at_sums, tile_bytes, row_bytes = np.int64(sums.ctypes.data), 4 * TILE_ROWS * TILE_OUTPUTS * LANES, 4 * _VALUES
+    decoded = at_sums + 4 * _OUTPUTS * _ROWS * LANES
     for first_row in range(0, count, _ROWS):
         last_row = min(count, first_row + _ROWS) - 1
         for first in range(begin, end, _OUTPUTS):
             last = min(first + _OUTPUTS, end) - 1
-            sums[:] = 0
+            sums[: (last_row - first_row + TILE_ROWS) * _OUTPUTS * LANES] = 0
             for block in range(0, blocks, step):
                 number = min(step, blocks - block)
+                ahead = step * block_bytes if block + step < blocks else _OUTPUTS * w_row - block * block_bytes
                 for output in range(first, last + 1):
                     at = w + output * w_row + block * block_bytes
-                    _decode_blocks((at, number, at_tile + (output - first) * tile_values * 4))
-                group = tile_sums
+                    _decode_blocks((at, number, decoded + (output - first) * row_bytes, ahead))
+                tile = at_sums
                 for row in range(first_row, last_row + 1, TILE_ROWS):
                     from_x = x + row * x_row + block * block_values * 4
                     for output in range(first, last + 1, TILE_OUTPUTS):
-                        from_tile = at_tile + (output - first) * tile_values * 4
-                        given = from_x, x_row, last_row - row, from_tile, tile_values * 4, last - output
-                        _add_floats((*given, number * block_values // LANES, group))
-                        group += group_bytes
-            group = tile_sums
+                        given = from_x, x_row, last_row - row, decoded + (output - first) * row_bytes, row_bytes
+                        _add_floats((*given, last - output, number * block_values // LANES, tile))
+                        tile += tile_bytes
+            tile = at_sums
             for row in range(first_row, last_row + 1, TILE_ROWS):
                 for output in range(first, last + 1, TILE_OUTPUTS):
-                    to = y + row * y_row + 4 * output
-                    _finish((TILE_ROWS, group, to, y_row, last_row - row, last - output))
-                    group += group_bytes
+                    _finish((tile, y + row * y_row + 4 * output, y_row, last_row - row, last - output))
+                    tile += tile_bytes
     done(address, part)
 
 
@@ -149,59 +150,59 @@ def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> lis
 
 def _sums(builder: Any, rows: int, at: Any) -> list[list[Any]]:
     """Addresses of a tile's sums."""
-    return [
-        [builder.add(at, INT64(4 * LANES * (i * TILE_OUTPUTS + j))) for j in range(TILE_OUTPUTS)] for i in range(rows)
-    ]
+    addresses = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * TILE_OUTPUTS)]
+    return [addresses[i * TILE_OUTPUTS : (i + 1) * TILE_OUTPUTS] for i in range(rows)]
 
 
-def _add_rows(builder: Any, rows: int, x: Any, w: Any, steps: Any, step: Any, weights: Any, sums: Any) -> None:
-    places = _sums(builder, rows, sums)
-    begun = [[load(builder, at, VECTOR, 4) for at in line] for line in places]
-    results = accumulate(builder, begun, x, w, steps, step, weights)
-    for at, result in zip(chain(*places), chain(*results)):
-        store(builder, result, at, 4)
-
-
-def _add(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
-    """Add x[i] · w[j] over whole blocks to the sums of some rows of x and of the matrix."""
-    x, x_row, x_last, w, w_row, w_last, blocks, sums = given
+def _product(fmt: BlockFormat, builder: Any, rows: int, *given: Any) -> None:
+    """The product of some rows of x with some rows of blocks: y[i, j] = x[i] · w[j]."""
+    x, x_row, w, w_row, y, y_row, last, w_last, blocks = given
 
     def weights(at: list[Any]) -> Iterator[list[Any]]:
         for row in at:  # of the next tile
-            for line in range(0, fmt.block_bytes, 64):
-                prefetch(builder, builder.add(row, builder.add(builder.mul(w_row, INT64(TILE_OUTPUTS)), INT64(line))))
+            _prefetch(builder, fmt, builder.add(row, builder.mul(w_row, INT64(TILE_OUTPUTS))))
         yield from zip(*(_weights(builder, fmt, block) for block in at))
 
-    x_rows, w_rows = _rows(builder, x, x_row, x_last, rows), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
-    _add_rows(builder, rows, x_rows, w_rows, blocks, (fmt.block_values, fmt.block_bytes), weights, sums)
+    x_rows, w_rows = _rows(builder, x, x_row, last, rows), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
+    zeros = [[ir.Constant(VECTOR, [0.0] * LANES)] * TILE_OUTPUTS] * rows
+    sums = accumulate(builder, zeros, x_rows, w_rows, blocks, (fmt.block_values, fmt.block_bytes), weights)
+    _store_totals(builder, sums, y, y_row, last, w_last)
 
 
 @ir_statement()
 def _add_floats(builder: Any, *given: Any) -> None:
-    """The same for float32 weights, over whole vectors."""
-    x, x_row, x_last, w, w_row, w_last, steps, sums = given
+    """Add products of some rows of x with some of a decoded tile to their sums."""
+    x, x_row, last, w, w_row, w_last, steps, at = given
 
     def weights(at: list[Any]) -> Iterator[list[Any]]:
         yield [load(builder, row, VECTOR, 4) for row in at]
 
-    x_rows, w_rows = _rows(builder, x, x_row, x_last, TILE_ROWS), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
-    _add_rows(builder, TILE_ROWS, x_rows, w_rows, steps, (LANES, 4 * LANES), weights, sums)
+    x_rows, w_rows = _rows(builder, x, x_row, last, TILE_ROWS), _rows(builder, w, w_row, w_last, TILE_OUTPUTS)
+    addresses = _sums(builder, TILE_ROWS, at)
+    begun = [[load(builder, address, VECTOR, 4) for address in row] for row in addresses]
+    results = accumulate(builder, begun, x_rows, w_rows, steps, (LANES, 4 * LANES), weights)
+    for address, result in zip(chain(*addresses), chain(*results)):
+        store(builder, result, address, 4)
 
 
-@ir_statement((1, TILE_ROWS))
-def _finish(builder: Any, rows: int, *given: Any) -> None:
-    """Store the totals of a tile's sums in some rows of y; what is beyond the last ones is equal to them."""
-    sums, y, y_row, y_last, w_last = given
-    vectors = [load(builder, at, VECTOR, 4) for at in chain(*_sums(builder, rows, sums))]
-    vector, numbers = totals(builder, vectors)
-    for i, row in enumerate(_rows(builder, y, y_row, y_last, rows)):
+@ir_statement()
+def _finish(builder: Any, *given: Any) -> None:
+    """Store the totals of a tile's sums."""
+    at, y, y_row, last, w_last = given
+    sums = [[load(builder, address, VECTOR, 4) for address in row] for row in _sums(builder, TILE_ROWS, at)]
+    _store_totals(builder, sums, y, y_row, last, w_last)
+
+
+def _store_totals(builder: Any, sums: list[list[Any]], y: Any, y_row: Any, last: Any, w_last: Any) -> None:
+    vector, numbers = totals(builder, list(chain(*sums)))
+    for i, row in enumerate(_rows(builder, y, y_row, last, len(sums))):
         for j, at in enumerate(_rows(builder, row, INT64(4), w_last, TILE_OUTPUTS)):
-            lane = numbers.index(i * TILE_OUTPUTS + j)
-            store(builder, builder.extract_element(vector, INT32(lane)), at, 4)
+            lane = INT32(numbers.index(i * TILE_OUTPUTS + j))
+            store(builder, builder.extract_element(vector, lane), at, 4)
 
 
-def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any) -> None:
-    """Decode blocks of a row; there is one at least."""
+def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any, ahead: Any) -> None:
+    """Decode blocks of a row; there is one at least. ahead: bytes to those that come after them."""
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -209,6 +210,7 @@ def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: An
     number.add_incoming(INT64(0), before)
     block = builder.add(packed, builder.mul(number, INT64(fmt.block_bytes)))
     to = builder.add(target, builder.mul(number, INT64(4 * fmt.block_values)))
+    _prefetch(builder, fmt, builder.add(block, ahead))
     for vector, weights in enumerate(_weights(builder, fmt, block)):
         store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
     following = builder.add(number, INT64(1))
@@ -217,9 +219,14 @@ def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: An
     builder.position_at_end(behind)
 
 
+def _prefetch(builder: Any, fmt: BlockFormat, block: Any) -> None:
+    for line in range(0, fmt.block_bytes, 64):
+        prefetch(builder, builder.add(block, INT64(line)))
+
+
 def _weights(builder: Any, fmt: BlockFormat, block: Any) -> Iterator[Any]:
     """Vectors of a block's values, one after the other."""
-    scales, offsets = (_product(builder, block, factors) for factors in (fmt.scales, fmt.offsets))
+    scales, offsets = (_factors(builder, fmt, block, factors) for factors in (fmt.scales, fmt.offsets))
     bits = sum(part.width for part in fmt.codes.parts)
     codes = fmt.codes.table or tuple(float(code - fmt.codes.zero) for code in range(1 << bits))
     by_table = fmt.codes.table is not None or HAS_AVX512 and bits <= 4
@@ -245,11 +252,11 @@ def _weights(builder: Any, fmt: BlockFormat, block: Any) -> Iterator[Any]:
             yield scaled(_converted(builder, fmt.codes, integers))
 
 
-def _product(builder: Any, block: Any, factors: tuple[Numbers, ...]) -> Any:
+def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers, ...]) -> Any:
     """A vector of the products of factors; None where there are none."""
     product = None
     for numbers in factors:
-        factor = _factor(builder, block, numbers)
+        factor = _factor(builder, fmt, block, numbers)
         if product is not None:
             product = builder.fmul(_lane(builder, product, 0, numbers.count), factor)
         else:
@@ -257,11 +264,14 @@ def _product(builder: Any, block: Any, factors: tuple[Numbers, ...]) -> Any:
     return product
 
 
-def _factor(builder: Any, block: Any, numbers: Numbers) -> Any:
+def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any:
     if numbers.is_half:
-        bits = load(builder, builder.add(block, INT64(numbers.parts[0].bytes[0])), INT16, 1)
-        number = builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT)
-        return builder.insert_element(ir.Constant(ir.VectorType(FLOAT, 1), ir.Undefined), number, INT32(0))
+        # Among its neighbours: one alone would be inserted in a register, and wait for what was in it.
+        at = numbers.parts[0].bytes[0]
+        first = min(at, fmt.block_bytes - 8)
+        bits = load(builder, builder.add(block, INT64(first)), ir.VectorType(INT16, 4), 1)
+        halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), 4))
+        return _lane(builder, builder.fpext(halves, ir.VectorType(FLOAT, 4)), (at - first) // 2, 1)
     integers = _integers(builder, block, numbers, 0, numbers.count)
     if numbers.table is not None:
         return _looked_up(builder, numbers.table, integers)

@@ -147,6 +147,9 @@ class BlockFormat:
     axis: ClassVar[Axis] = "in"
     stripe_rows: ClassVar[int] = 1
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take longer than a product's call
+
     def takes(self, width: int) -> bool:
         """Whether rows of `width` values are whole blocks."""
         return width % self.block_values == 0
