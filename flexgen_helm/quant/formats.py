@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import Identified
@@ -87,6 +87,8 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
         return self.num_stripes(rows) * self.stripe_bytes(width)
 
 
+StoredFormat: TypeAlias = "GroupFormat | BlockFormat"
+
 # ---- stored types of published files ----
 
 
@@ -122,7 +124,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class BlockFormat(Identified, name="BlockFormat", first_version="name"):
+class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
         value[i] = code[i] scale[i] + offset[i]        in float32, rounded after each operation
@@ -248,10 +250,18 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
             (_half(0), Numbers((_bits(8, 4, 4, 1), _bits(8, 2, 2, 1)), zero=32)),
         ),
         BlockFormat(
-            "MXFP4", 32, 17, Numbers((_bits(32, 1, 4, 16),), table=_FP4), (Numbers((_bits(1, 0, 8, 1),), table=_HALF_E8M0),)
+            "MXFP4",
+            32,
+            17,
+            Numbers((_bits(32, 1, 4, 16),), table=_FP4),
+            (Numbers((_bits(1, 0, 8, 1),), table=_HALF_E8M0),),
         ),
         BlockFormat(
-            "NVFP4", 64, 36, Numbers((_bits(64, 4, 4, 8),), table=_FP4), (Numbers((_bits(4, 0, 8, 4),), table=_HALF_E4M3),)
+            "NVFP4",
+            64,
+            36,
+            Numbers((_bits(64, 4, 4, 8),), table=_FP4),
+            (Numbers((_bits(4, 0, 8, 4),), table=_HALF_E4M3),),
         ),
         BlockFormat("TQ2_0", 256, 66, Numbers((_bits(256, 0, 2, 32),), zero=1), (_half(64),)),
     )
