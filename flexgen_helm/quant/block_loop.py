@@ -9,7 +9,7 @@ Both multiply the same float32 weights, in the order of sums that `product_loop`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
@@ -34,14 +35,12 @@ from flexgen_helm.kernels.emit import (
     done,
     ir_statement,
     load,
-    njit,
     operands,
     part_of_thread,
     prefetch,
     store,
 )
 from flexgen_helm.kernels.product_loop import TILE_OUTPUTS, TILE_ROWS, accumulate, totals
-from flexgen_helm.quant import formats
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next: it stays in the
@@ -59,8 +58,7 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     """Return `multiply` and `decode` for a format; raises `NotImplementedError` where the processor has no halves."""
     if not CONVERTS_HALVES and any(numbers.is_half for numbers in (*fmt.scales, *fmt.offsets)):
         raise NotImplementedError("this processor does not convert 16-bit numbers")
-    sources = b"".join(Path(path).read_bytes() for path in (__file__, formats.__file__))
-    digest = hashlib.sha256(sources + repr(fmt).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(fmt).encode()).hexdigest()[:16]
     # numba compiles what a function's globals are, and keeps it by the function's name.
     names = {
         **globals(),
@@ -80,7 +78,10 @@ def few_rows(fmt: BlockFormat) -> int:
 
 
 def _decode_rows(address: Any) -> None:
-    """Arguments: packed rows, bytes from one to the next, target rows in float32, bytes of them, rows, blocks of one."""
+    """Fill rows with float32 values.
+
+    Arguments: packed rows, bytes of one, rows to fill, bytes of one, rows, blocks of one.
+    """
     part, parts = part_of_thread(address)
     w, w_row, target, target_row, rows, blocks = operands(address, 6)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
@@ -128,8 +129,8 @@ def _multiply(address: Any) -> None:
                 for row in range(first_row, last_row + 1, TILE_ROWS):
                     from_x = x + row * x_row + block * block_values * 4
                     for output in range(first, last + 1, TILE_OUTPUTS):
-                        given = from_x, x_row, last_row - row, decoded + (output - first) * row_bytes, row_bytes
-                        _add_floats((*given, last - output, number * block_values // LANES, tile))
+                        from_tile = decoded + (output - first) * row_bytes, row_bytes, last - output
+                        _add_floats((from_x, x_row, last_row - row, *from_tile, number * block_values // LANES, tile))
                         tile += tile_bytes
             tile = at_sums
             for row in range(first_row, last_row + 1, TILE_ROWS):
@@ -203,21 +204,13 @@ def _store_totals(builder: Any, sums: list[list[Any]], y: Any, y_row: Any, last:
 
 
 def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any, ahead: Any) -> None:
-    """Decode blocks of a row; there is one at least. ahead: bytes to those that come after them."""
-    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    number = builder.phi(INT64)
-    number.add_incoming(INT64(0), before)
-    block = builder.add(packed, builder.mul(number, INT64(fmt.block_bytes)))
-    to = builder.add(target, builder.mul(number, INT64(4 * fmt.block_values)))
-    _prefetch(builder, fmt, builder.add(block, ahead))
-    for vector, weights in enumerate(_weights(builder, fmt, block)):
-        store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
-    following = builder.add(number, INT64(1))
-    number.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, blocks), loop, behind)
-    builder.position_at_end(behind)
+    """Decode blocks of a row. ahead: bytes to those that come after them."""
+    with cgutils.for_range(builder, blocks) as loop:
+        block = builder.add(packed, builder.mul(loop.index, INT64(fmt.block_bytes)))
+        to = builder.add(target, builder.mul(loop.index, INT64(4 * fmt.block_values)))
+        _prefetch(builder, fmt, builder.add(block, ahead))
+        for vector, weights in enumerate(_weights(builder, fmt, block)):
+            store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
 
 
 def _prefetch(builder: Any, fmt: BlockFormat, block: Any) -> None:
@@ -258,10 +251,7 @@ def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers,
     product = None
     for numbers in factors:
         factor = _factor(builder, fmt, block, numbers)
-        if product is not None:
-            product = builder.fmul(_lane(builder, product, 0, numbers.count), factor)
-        else:
-            product = factor
+        product = factor if product is None else builder.fmul(_lane(builder, product, 0, numbers.count), factor)
     return product
 
 
@@ -280,8 +270,9 @@ def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any
 
 
 def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int) -> Any:
-    """A vector of neighbouring numbers of a block, as bits say; those that are above all of a number's are undefined."""
-    kind, result, width = ir.VectorType(INT32, count), None, 0
+    """A vector of some neighbouring numbers of a block, as their bits are."""
+    kind, width = ir.VectorType(INT32, count), 0
+    result = ir.Constant(kind, [0] * count)
     for part in numbers.parts:
         given, shifts = part.bytes[first : first + count], part.shifts[first : first + count]
         low = min(given)
@@ -291,9 +282,7 @@ def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int
             data = builder.shuffle_vector(data, data, ir.Constant(ir.VectorType(INT32, count), lanes))
         found = builder.lshr(builder.zext(data, kind), ir.Constant(kind, list(shifts)))
         found = builder.and_(found, ir.Constant(kind, [(1 << part.width) - 1] * count))
-        result = (
-            found if result is None else builder.or_(result, builder.shl(found, ir.Constant(kind, [width] * count)))
-        )
+        result = builder.or_(result, builder.shl(found, ir.Constant(kind, [width] * count)))
         width += part.width
     return result
 
