@@ -146,7 +146,7 @@ class StateDictReader:
             yield value.reshape(-1)
 
     def stored_parts(self, key: str, expert: int | None = None) -> list[tuple[LogicalTensor, range]]:
-        """Return the rows of stored tensors that, one below the other, are an entry, or its part `expert`; else none."""
+        """Return the rows of stored tensors that, one below the other, are an entry or its part `expert`."""
         conversion = self._conversion(key)
         if conversion.converter is None:
             (stored,) = conversion.tensors

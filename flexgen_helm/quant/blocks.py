@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
-
 _FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
