@@ -61,9 +61,6 @@ class PaperProblem(PlanningProblem):
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         return attended
 
-    def fused_rows(self, fmt: GroupFormat | None) -> int:
-        return 0
-
     def conversions(self, batches: float) -> float:
         return 1.0
 

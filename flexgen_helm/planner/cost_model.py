@@ -18,7 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import EXPERT_COPIES, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
+from flexgen_helm.planner.placement import (
+    EXPERT_COPIES,
+    MAX_BATCH_TOKENS,
+    PACKED_PRODUCT_ROWS,
+    PREFILL_LANES,
+    TIERS,
+    Tier,
+)
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -279,17 +286,16 @@ class _Pass:
     ) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
-        rows, products: of x, and with each weight in the pass. For few rows a device multiplies packed weights as they
-            are. So does a CPU, which takes as long for it as for dequantizing.
+        rows, products: of x, and with each weight in the pass. For few rows a CPU multiplies packed weights as they
+            are, which takes as long as dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
-        is_fused = self.converts and rows <= problem.fused_rows(fmt)
         conversions = problem.conversions(products) if self.converts else 0.0
-        if is_fused and fmt is not None:
-            seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
-            return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
         if fmt is not None:
-            return conversions * elements / processor.dequantize_elements_s, elements * work
+            reads_codes = self.converts and problem.hardware.gpu is None and rows <= PACKED_PRODUCT_ROWS
+            is_packed = reads_codes and fmt.has_kernels and fmt.axis == "out"
+            element_bytes = (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size if is_packed else work
+            return conversions * elements / processor.dequantize_elements_s, elements * element_bytes
         if problem.multiplies_as_stored:
             return 0.0, 2 * elements
         return conversions * elements / processor.upcast_elements_s if work > 2 else 0.0, elements * work
