@@ -18,14 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import (
-    EXPERT_COPIES,
-    MAX_BATCH_TOKENS,
-    PACKED_PRODUCT_ROWS,
-    PREFILL_LANES,
-    TIERS,
-    Tier,
-)
+from flexgen_helm.planner.placement import EXPERT_COPIES, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -247,12 +240,12 @@ class _Pass:
         head_format = problem.precision.format_of(EMBED_TABLE)
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
         used = self._expert_reads * problem.layer_expert_elements * config.num_layers
-        for elements, fmt, rows, times in (
-            (always, problem.precision.weights, batch_rows, batches),
-            (used, problem.precision.weights, expert_rows, tiles),
-            (problem.head_elements, head_format, head_rows, batches),
+        for elements, fmt, times in (
+            (always, problem.precision.weights, batches),
+            (used, problem.precision.weights, tiles),
+            (problem.head_elements, head_format, batches),
         ):
-            converted, read = self._conversion_and_reading(elements, fmt, rows, times)
+            converted, read = self._conversion_and_reading(elements, fmt, times)
             convert += converted
             read_bytes += times * read
         reading_s = read_bytes / processor.memory_bytes_s
@@ -281,21 +274,16 @@ class _Pass:
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
-    def _conversion_and_reading(
-        self, elements: float, fmt: GroupFormat | None, rows: float, products: float
-    ) -> tuple[float, float]:
+    def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, products: float) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
-        rows, products: of x, and with each weight in the pass. For few rows a CPU multiplies packed weights as they
-            are, which takes as long as dequantizing.
+        products: with each weight in the pass. A CPU multiplies few rows by packed weights as they are, which takes as
+            long as dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
         conversions = problem.conversions(products) if self.converts else 0.0
         if fmt is not None:
-            reads_codes = self.converts and problem.hardware.gpu is None and rows <= PACKED_PRODUCT_ROWS
-            is_packed = reads_codes and fmt.has_kernels and fmt.axis == "out"
-            element_bytes = (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size if is_packed else work
-            return conversions * elements / processor.dequantize_elements_s, elements * element_bytes
+            return conversions * elements / processor.dequantize_elements_s, elements * work
         if problem.multiplies_as_stored:
             return 0.0, 2 * elements
         return conversions * elements / processor.upcast_elements_s if work > 2 else 0.0, elements * work

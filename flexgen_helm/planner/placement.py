@@ -202,9 +202,6 @@ LONG_PAGE_TOKENS = 64
 # there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
 
-# Rows of x up to which products on a CPU read packed weights without dequantizing them (`quant.kernels`).
-PACKED_PRODUCT_ROWS = 8
-
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096

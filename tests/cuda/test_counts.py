@@ -54,6 +54,8 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, placement):
 OUR_4BIT = PRECISIONS["4bit"]  # not with the small groups of the other tests
 # Launches of a decode layer.
 LAUNCHES = {("opt", "fp16"): 14, ("llama", "fp16"): 24, ("opt", "4bit"): 14, ("llama", "4bit"): 24}
+# Packed weights are dequantized by one kernel each, and then multiplied.
+PRODUCTS = {"opt": 6, "llama": 7}
 # Launches of a pass besides its layers: embedding, masks, sums that find what is not finite, and head.
 OTHERS = 52
 
@@ -68,6 +70,15 @@ def test_launches_of_a_decode_step(tiny, monkeypatch, variant, precision):
     check(counts)
     assert min(counts.layers) == LAUNCHES[variant, precision]
     assert min(counts.beside) <= OTHERS
+
+
+@pytest.mark.parametrize("variant", PRODUCTS)
+def test_launches_of_packed_weights(tiny, monkeypatch, variant):
+    monkeypatch.setattr("flexgen_helm.planner.weight_placement.COPIES_SHARE", 0)
+    with cuda_in_host_memory() as device, counted(device) as counts:
+        run(tiny(variant).path, requests(5, new=6), torch.float16, precision="4bit-weights")
+    check(counts)
+    assert min(counts.layers) == LAUNCHES[variant, "fp16"] + PRODUCTS[variant]
 
 
 def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):

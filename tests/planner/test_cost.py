@@ -11,7 +11,6 @@ from flexgen_helm.benchmarks.paper.systems import PaperProblem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner import placement
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workload
@@ -153,12 +152,6 @@ def test_a_device_dequantizes_packed_weights_for_any_number_of_rows():
     for rows in (1, 32):
         parts = decode_parts(problem, BlockShape(rows, 1, ZIGZAG), resident)
         assert parts["convert"] == pytest.approx(in_layers / rate, rel=0.3)
-
-
-def test_a_host_reads_the_codes_for_few_rows():
-    from flexgen_helm.quant import kernels
-
-    assert placement.PACKED_PRODUCT_ROWS == kernels.QUANTIZED_MATMUL_ROWS
 
 
 def test_a_cache_in_host_memory_is_fetched_with_whole_slots():
