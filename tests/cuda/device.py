@@ -88,9 +88,6 @@ class Stream:
     def synchronize(self) -> None:
         self._world.synchronize(self)
 
-    def query(self) -> bool:
-        return self._world.ordering.is_completed({self.actor: self._world.ordering.snapshot(self.actor)[self.actor]})
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.actor == self.actor
 
@@ -117,12 +114,6 @@ class Event:
         world = _world()
         world.count(world.syncs)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
-
-    def query(self) -> bool:
-        return not self.recordings or _world().ordering.is_completed(self.recordings[-1].clock)
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
 
 
 class CudaTensor(Tensor):
@@ -247,7 +238,7 @@ class _Runtime:
 
 
 class Device:
-    """One machine's CUDA devices; see the module. Counters may be cleared between two runs by `reset`."""
+    """One machine's CUDA devices; see the module."""
 
     def __init__(self, num_devices: int, memory: int) -> None:
         self.ordering = Ordering(_text)
@@ -277,11 +268,6 @@ class Device:
         shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
         assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
         assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
-
-    def reset(self) -> None:
-        """Clear all counters, but no races and no mixes."""
-        for counter in (self.syncs, self.kernels, self.pageable_copies):
-            counter.clear()
 
     @property
     def pinned_bytes(self) -> int:
@@ -749,8 +735,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
             "default_stream": world.default_stream,
             "synchronize": world.synchronize_device,
             "mem_get_info": world.mem_get_info,
-            "memory_reserved": lambda device=None: world.memory[world.index_of(device)].reserved,
-            "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
             "empty_cache": world.empty_cache,
             "_sleep": lambda cycles: None,
             "set_per_process_memory_fraction": world.limit,
