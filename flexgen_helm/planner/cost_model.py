@@ -33,7 +33,7 @@ from flexgen_helm.planner.problem import (
     PlanningProblem,
     affine,
 )
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.
@@ -241,8 +241,8 @@ class _Pass:
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
         used = self._expert_reads * problem.layer_expert_elements * config.num_layers
         for elements, fmt, times in (
-            (always, problem.precision.weights, batches),
-            (used, problem.precision.weights, tiles),
+            (always, problem.layer_format, batches),
+            (used, problem.layer_format, tiles),
             (problem.head_elements, head_format, batches),
         ):
             converted, read = self._conversion_and_reading(elements, fmt, times)
@@ -274,7 +274,9 @@ class _Pass:
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
-    def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, products: float) -> tuple[float, float]:
+    def _conversion_and_reading(
+        self, elements: float, fmt: StoredFormat | None, products: float
+    ) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
         products: with each weight in the pass. A CPU multiplies few rows by packed weights as they are, which takes as
@@ -282,6 +284,8 @@ class _Pass:
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
         conversions = problem.conversions(products) if self.converts else 0.0
+        if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
+            return 0.0, elements * fmt.block_bytes / fmt.block_values
         if fmt is not None:
             return conversions * elements / processor.dequantize_elements_s, elements * work
         if problem.multiplies_as_stored:

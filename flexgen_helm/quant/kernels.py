@@ -20,7 +20,8 @@ from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table
-from flexgen_helm.quant.formats import Axis, GroupFormat, Scales
+from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
@@ -31,8 +32,10 @@ _SCALES: tuple[Scales, ...] = ("pair", "word")
 _TORCH_ELEMENTS = 1 << 20
 
 
-def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
+def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
+    if isinstance(fmt, BlockFormat):
+        return decode_into(packed, fmt, out)
     if fmt.has_kernels and out.is_contiguous():
         if _is_for_triton(packed, out):
             return out if _with_triton(packed, fmt, out) else dequantize_with_torch(packed, fmt, out)
