@@ -752,7 +752,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        for function in (attention.device_kernel, proof._dequantizes_alike, proof._attention_fault):
+        for function in (attention.device_kernel, proof._device_text, proof._dequantizes_alike, proof._attention_fault):
             function.cache_clear()  # what an earlier device was like
         if is_proved:
             patch.setattr(engine, "require_proof", lambda *_: True)
