@@ -265,7 +265,7 @@ def _on_device(opened: OpenedModel, device: torch.device) -> Iterator[OpenedMode
 def compare_kernels(device: torch.device, dtype: torch.dtype, precision: Precision, head_dim: int) -> None:
     """Compare fast kernels of a GPU with plain PyTorch there, before results need them; switch off what differs.
 
-    dtype: of products; head_dim: 0 for a model without attention. Once in a process for each format and size.
+    dtype: of products. Once in a process for each format, and for each size of heads.
     """
     formats = {precision.weights, precision.tables}
     if precision.cache is not None:
@@ -273,7 +273,7 @@ def compare_kernels(device: torch.device, dtype: torch.dtype, precision: Precisi
     for fmt in formats - {None}:
         if not _dequantizes_alike(device, dtype, fmt):
             switch_off(TRITON, "a dequantized matrix has wrong bits")
-    if head_dim and (fault := _attention_fault(device, dtype, head_dim)):
+    if fault := _attention_fault(device, dtype, head_dim):
         switch_off(ATTENTION, fault)
 
 
