@@ -8,7 +8,7 @@ by `read`, `read_selected` and `read_prefix`, whatever the placement. Units and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import prod
@@ -369,8 +369,9 @@ class KVCache:
 
     def cancel(self) -> None:
         """Drop what was prefetched: a pass has broken off, and the next one may mean other layers."""
-        for storage in self._storages():
-            storage.cancel()
+        for cache in self._blocks.values():
+            for storage in cache.storages:
+                storage.cancel()
 
     def close(self) -> None:
         for block in list(self._blocks):
@@ -379,13 +380,9 @@ class KVCache:
 
     def _drop_unused(self) -> None:
         """Give back what was brought ahead: something else needs its memory."""
-        for storage in self._storages():
-            storage.drop_unused()
-
-    def _storages(self) -> Iterator[Storage]:
-        """Yield those of all blocks."""
         for cache in self._blocks.values():
-            yield from cache.storages
+            for storage in cache.storages:
+                storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
         """Return the number in every storage of the keys and values that a layer attends with."""

@@ -180,8 +180,8 @@ def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
     sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
     positions = min(_LEAST_POSITIONS, config.max_positions)
     hidden_bytes = config.state_size * compute_bytes
-    layer_bytes = positions * sizes.layer_bytes_per_token + sizes.layer_window_bytes
-    return sizes.state_bytes + 2 * layer_bytes + positions * hidden_bytes
+    beside = sizes.state_bytes + 2 * sizes.layer_window_bytes
+    return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 
 def _least_bytes(model: StorageSizes, compute_bytes: int) -> int:
