@@ -56,6 +56,10 @@ class PaperProblem(PlanningProblem):
     max_batch_tokens: int = 1 << 40
 
     @property
+    def window_tokens(self) -> int:  # type: ignore[override]
+        return 0
+
+    @property
     def copies_fit(self) -> bool:
         return False
 

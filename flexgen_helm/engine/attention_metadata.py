@@ -244,14 +244,16 @@ class AttentionMetadata:
         cache, begun = at.cache, Begun.empty(q)
         for prompt in self.prompts:
             prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-        for decoding in self.decodes:
-            cache.append(decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens])
-        for step in self.packed:
-            part = step.tokens
-            segments = step.table.at(step.read(cache, at.layer, k, v))
-            _attend_segments(at, q[part], segments, Begun(*(x[part] for x in begun)))
-        for block in self.blocks():
-            cache.done(block, at.layer)
+        decodes = {decoding.block: decoding for decoding in self.decodes}
+        for block, steps in groupby(self.packed, lambda step: step.block):  # one after the other is brought
+            if (decoding := decodes.get(block)) is not None:
+                cache.append(decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens])
+            for step in steps:
+                part = step.tokens
+                segments = step.table.at(step.read(cache, at.layer, k, v))
+                _attend_segments(at, q[part], segments, Begun(*(x[part] for x in begun)))
+            if block is not None:
+                cache.done(block, at.layer)
         return begun.out, begun.lse
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:

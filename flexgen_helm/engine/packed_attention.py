@@ -34,11 +34,13 @@ class PackedStep:
     """Keys that some tokens of a batch attend to in one call of the loop.
 
     tokens: of the batch, which the table numbers from 0 on.
+    block: of the caches that are read; None where none is.
     """
 
     tokens: slice
     table: SegmentTable
     read: ReadSegments
+    block: CacheBlock | None = None
 
 
 def has_packed_steps(fmt: CacheFormat) -> bool:
@@ -57,7 +59,8 @@ def prefix_step(prefix: Sequence, part: PrefixPart, tokens: SequenceOf[int], pos
             seeing = [token for token, *_ in run]
             groups.append(TokenGroup(seeing[0], len(seeing), (0,), begin=begin, end=until))
     table = SegmentTable.of(groups, positions, [(end - first, first)])
-    return PackedStep(slice(None), table, lambda cache, layer, *_: [cache.read_prefix(*prefix.seat, layer, part)])
+    block, slot = prefix.seat
+    return PackedStep(slice(None), table, lambda cache, layer, *_: [cache.read_prefix(block, slot, layer, part)], block)
 
 
 def prompt_step(
@@ -116,4 +119,4 @@ def block_step(
         chosen = ((newest if is_newest else older, row, keys) for is_newest, row, keys in pieces)
         return [(k[row, :, keys], v[row, :, keys]) for (k, v), row, keys in chosen]
 
-    return PackedStep(tokens, SegmentTable.of(groups, positions[tokens], lengths), read)
+    return PackedStep(tokens, SegmentTable.of(groups, positions[tokens], lengths), read, block)

@@ -175,10 +175,10 @@ class Run:
         """
         limits = self._limits
         if not self._schedule.is_single_pass:
-            return _depth(forest) < limits.max_windows
+            return _depth(forest) < limits.max_states
         prefixes = list(prefixes_of(forest))
         positions = sum(prefix.end - prefix.start + limits.slot_overhead for prefix in prefixes)
-        return positions <= limits.cache_tokens and len(prefixes) <= limits.max_windows
+        return positions <= limits.cache_tokens and len(prefixes) <= limits.max_states
 
     def _add_sequences(
         self,

@@ -1,14 +1,14 @@
 """The KV cache of a run: cache blocks on the tiers that the plan names, each a storage with a codec.
 
 A block is opened when its first prompt is written. Its storage is where most of the planned share of a tier is
-missing; its newest tokens lie in a residual window on the compute device, if the codec keeps one. Attention writes by
-`write` and `append` and reads by `read`, `read_selected` and `read_prefix`, whatever the placement. Units and planes
-are explained in `kv_cache.codec`.
+missing, and so is that of its residual window, if the codec has one. Attention writes by `write` and `append` and reads
+by `read`, `read_selected` and `read_prefix`, whatever the placement. Units and planes are explained in
+`kv_cache.codec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import prod
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import (
+    Codec,
     KeysValues,
     NewTokens,
     Planes,
     QuantizedCodec,
-    ResidualWindow,
+    WindowCodec,
     make_codec,
     zeros,
 )
@@ -117,16 +118,25 @@ class BlockStates:
 class _BlockCache:
     """An open block.
 
-    claim: of the storage, on its tier; window_claim: on the compute tier.
+    storages: of the codec's units, and of the residual window if there is one.
+    claim: of the storages, on their tier; state_claim: on the compute tier.
     attends_on_host: attention over it is computed there.
     """
 
-    storage: Storage
-    window: ResidualWindow | None
+    storages: tuple[Storage, ...]
     states: BlockStates
     claim: Allocation
-    window_claim: Allocation
+    state_claim: Allocation
     attends_on_host: bool
+
+    @property
+    def storage(self) -> Storage:
+        return self.storages[0]
+
+    @property
+    def newest(self) -> Storage:
+        """Where new tokens go."""
+        return self.storages[-1]
 
 
 class KVCache:
@@ -163,6 +173,8 @@ class KVCache:
             must schedule alike, wherever each of them has its caches.
         """
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
+        self._window = WindowCodec(self.codec) if isinstance(self.codec, QuantizedCodec) else None
+        self._codecs: tuple[Codec, ...] = (self.codec,) if self._window is None else (self.codec, self._window)
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers = 1 if one_layer else config.num_cache_layers
         #  layer of the model        0    1   2   3     layer 0 keeps a state, layer 3 attends with the keys of layer 2
@@ -172,7 +184,7 @@ class KVCache:
         self._stored_layers = tuple(0 if one_layer and number is not None else number for number in numbers)
         self._stores = [one_layer or number not in numbers[:layer] for layer, number in enumerate(numbers)]
         self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
-        self._tiers, self._dtype, self._fractions, self._room = tiers, dtype, fractions, room
+        self._tiers, self._fractions, self._room = tiers, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
         self._blocks: dict[CacheBlock, _BlockCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
@@ -201,8 +213,8 @@ class KVCache:
         if not self._stores[layer]:
             return
         stored, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
-        if cache.window is not None:
-            cache.window.write(slot, stored, k, v)
+        if self._window is not None:
+            cache.newest.write(stored, slot, self._window.encode_prompt(k, v))
         tokens = k.shape[0] // codec.group_tokens * codec.group_tokens
         if tokens:
             planes = codec.encode(k[:tokens], v[:tokens])
@@ -216,15 +228,15 @@ class KVCache:
         An earlier layer may have stored this one's: then only what is fetched for this one lacks the token.
         """
         stored, cache = self._stored_layer(layer), self._open(block)
-        if cache.window is None:
-            cache.storage.prefetch(stored)
-            put = cache.storage.append if self._stores[layer] else cache.storage.patch_prefetched
-            put(stored, new.target, self.codec.encode(k, v))
-        elif self._stores[layer]:
-            cache.window.append(stored, new.target, k, v)
+        cache.newest.prefetch(stored)
+        put = cache.newest.append if self._stores[layer] else cache.newest.patch_prefetched
+        put(stored, new.target, self._codecs[-1].encode(k, v))
+        if self._window is not None and self._stores[layer]:
             for group in new.groups:
-                keys, values = cache.window.group(stored, group.units.slots.on_device, group.window_index.on_device)
-                cache.storage.append(stored, group.units, self.codec.encode(keys, values))
+                slots, index = group.units.slots.on_device[:, None], group.window_index.on_device
+                keys, values = self._window.tokens(cache.newest.read(stored)[0], slots, index)
+                encoded = self.codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
+                cache.storage.append(stored, group.units, encoded)
 
     # States of layers that keep them
 
@@ -254,8 +266,8 @@ class KVCache:
         """Return keys and values [B, Hk, S, D] of a part of what the block's queries see."""
         stored, cache = self._stored_layer(layer), self._blocks[block]
         if not part.num_units:
-            assert cache.window is not None
-            return cache.window.read(stored, part.seen_quantized)
+            assert self._window is not None
+            return self._window.read(cache.newest.read(stored)[0][part.sequences], part.seen_quantized)
         planes = self._read(cache, stored, part.sequences, slice(0, part.num_units))
         return self.codec.decode(0, planes[0]), self.codec.decode(1, planes[1])
 
@@ -275,9 +287,10 @@ class KVCache:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
         stored, cache, size = self._stored_layer(layer), self._blocks[block], self.codec.group_tokens
         if not part.stored:
-            assert cache.window is not None
-            keys, values = cache.window.read_tokens(slot, stored, part.first, part.last)
-            return keys[0], values[0]
+            assert self._window is not None and part.last - part.first <= self._window.ring_units
+            index = torch.arange(part.first, part.last, device=self._tiers.device) % self._window.ring_units
+            keys, values = self._window.tokens(cache.newest.read(stored)[0], slot, index)
+            return keys.transpose(0, 1), values.transpose(0, 1)
         first, last = part.first // size, -(-part.last // size)
         planes = self._read(cache, stored, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
@@ -288,13 +301,15 @@ class KVCache:
         """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
         cache = self._blocks.get(block)
         if cache is not None and self._stored_layers[layer] is not None:
-            cache.storage.prefetch(self._stored_layer(layer), ahead=True)
+            for storage in cache.storages:
+                storage.prefetch(self._stored_layer(layer), ahead=True)
 
     def done(self, block: CacheBlock, layer: int) -> None:
         """Give back what was brought of a layer: a batch has attended to it."""
         cache = self._blocks.get(block)
         if cache is not None:
-            cache.storage.drop(self._stored_layer(layer))
+            for storage in cache.storages:
+                storage.drop(self._stored_layer(layer))
 
     # Attention on the host
 
@@ -312,11 +327,10 @@ class KVCache:
 
     def move(self, block: CacheBlock, source: int, target: int, tokens: int, stale_tokens: int) -> None:
         """Make slot `target`, which has `stale_tokens`, a copy of slot `source` with its `tokens`."""
-        cache, size = self._blocks[block], self.codec.group_tokens
-        if cache.window is not None:
-            cache.window.move(source, target)
+        cache = self._blocks[block]
         cache.states.move(source, target)
-        cache.storage.move(source, target, tokens // size, stale_tokens // size)
+        for codec, storage in zip(self._codecs, cache.storages):
+            storage.move(source, target, codec.num_units(tokens), codec.num_units(stale_tokens))
 
     def regroup(self, block: CacheBlock, sources: SequenceOf[tuple[CacheBlock, int]]) -> None:
         """Move sequences into a new block in memory, and free the blocks that they come from.
@@ -333,36 +347,31 @@ class KVCache:
         if tier is None or self._tiers.ledgers[tier].free < num_bytes:
             tier = self._choose_tier(block, num_bytes)
         try:
-            slots = [
-                SlotSource(old[source].storage.settled(), slot, sequence.num_computed // self.codec.group_tokens)
-                for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
-            ]
+            slots = [(old[source], slot) for source, slot in sources]
             new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
-            for target, (source, slot) in enumerate(sources):
-                if new.window is not None and (window := old[source].window) is not None:
-                    new.window.copy_slot(target, window, slot)
-                new.states.copy_slot(target, old[source].states, slot)
+            for target, (cache, slot) in enumerate(slots):
+                new.states.copy_slot(target, cache.states, slot)
         finally:
-            for cache in old.values():
-                cache.storage.close()
+            _close(storage for cache in old.values() for storage in cache.storages)
 
     def free(self, block: CacheBlock) -> None:
         """Give a block's memory back; harmless for one that never wrote."""
         cache = self._blocks.pop(block, None)
         if cache is not None:
             self._release(cache)
-            cache.storage.close()
+            _close(cache.storages)
 
     def _release(self, cache: _BlockCache) -> None:
         tier, ledgers = cache.storage.tier, self._tiers.ledgers
         ledgers[tier].release(cache.claim)
         self._held[tier] -= cache.claim.num_bytes
-        ledgers[self._tiers.compute_tier].release(cache.window_claim)
+        ledgers[self._tiers.compute_tier].release(cache.state_claim)
 
     def cancel(self) -> None:
         """Drop what was prefetched: a pass has broken off, and the next one may mean other layers."""
         for cache in self._blocks.values():
-            cache.storage.cancel()
+            for storage in cache.storages:
+                storage.cancel()
 
     def close(self) -> None:
         for block in list(self._blocks):
@@ -372,7 +381,8 @@ class KVCache:
     def _drop_unused(self) -> None:
         """Give back what was brought ahead: something else needs its memory."""
         for cache in self._blocks.values():
-            cache.storage.drop_unused()
+            for storage in cache.storages:
+                storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
         """Return the number in every storage of the keys and values that a layer attends with."""
@@ -388,45 +398,45 @@ class KVCache:
         return cache
 
     def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
-        """Return the bytes of a block's storage; a file has whole pages."""
+        """Return the bytes of a block's storages; a file has whole pages."""
         if tier == "disk":
-            return file_layout(block, self.codec, self._num_layers).num_bytes
-        return self._num_layers * block.num_slots * self._units(block) * self.codec.unit_bytes
+            return sum(file_layout(block, codec, self._num_layers).num_bytes for codec in self._codecs)
+        slot_bytes = sum(_units(block, codec) * codec.unit_bytes for codec in self._codecs)
+        return self._num_layers * block.num_slots * slot_bytes
 
     def _claimed(
-        self, block: CacheBlock, tier: Tier, num_bytes: int, sources: SequenceOf[SlotSource] = ()
+        self, block: CacheBlock, tier: Tier, num_bytes: int, sources: SequenceOf[tuple[_BlockCache, int]] = ()
     ) -> _BlockCache:
-        """Claim memory on a tier and open the block there, with copies of slots if given."""
-        codec, home, layers = self.codec, self._tiers.compute_tier, self._num_layers
-        window_values = 2 * codec.window_copies * codec.window_tokens * codec.token_elements
-        window_bytes = block.num_slots * (layers * window_values * self._dtype.itemsize + self._state_bytes)
-        ledgers = self._tiers.ledgers
+        """Claim memory on a tier and open the block there, with copies of other blocks' slots if given."""
+        home, ledgers, storages = self._tiers.compute_tier, self._tiers.ledgers, list[Storage]()
         with (
-            ledgers[home].claimed("cache", window_bytes) as window_claim,
+            ledgers[home].claimed("cache", block.num_slots * self._state_bytes) as state_claim,
             ledgers[tier].claimed("cache", num_bytes) as claim,
         ):
-            storage = self._new_storage(block, tier, claim, sources)
             try:
-                window = None
-                if isinstance(codec, QuantizedCodec):
-                    window = ResidualWindow(block, codec, layers, self._tiers.device)
+                for number, codec in enumerate(self._codecs):
+                    copied = [
+                        SlotSource(cache.storages[number].settled(), slot, codec.num_units(sequence.num_computed))
+                        for sequence, (cache, slot) in zip(block.sequences, sources)
+                    ]
+                    storages.append(self._new_storage(block, tier, codec, f"cache-{claim.serial}-{number}", copied))
                 states = BlockStates(block, self._states, self._tiers.device, self.one_layer)
             except BaseException:
-                storage.close()
+                _close(storages)
                 raise
         self._held[tier] += num_bytes
         self.placed[tier] += num_bytes
         on_host = self._cpu_attention and tier == "cpu" != home
-        return _BlockCache(storage, window, states, claim, window_claim, on_host)
+        return _BlockCache(tuple(storages), states, claim, state_claim, on_host)
 
     def _new_storage(
-        self, block: CacheBlock, tier: Tier, claim: Allocation, sources: SequenceOf[SlotSource]
+        self, block: CacheBlock, tier: Tier, codec: Codec, name: str, sources: SequenceOf[SlotSource]
     ) -> Storage:
-        tiers, codec, layers = self._tiers, self.codec, self._num_layers
+        """Open a storage; name: of its file on the disk."""
+        tiers, layers = self._tiers, self._num_layers
         if tier == "disk":
             layout = file_layout(block, codec, layers)
-            file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
-            return DiskStorage(tiers, codec, block, layout, file)
+            return DiskStorage(tiers, codec, block, layout, tiers.directory().scratch(name, layout.num_bytes))
         is_fetched = tier != tiers.compute_tier and not self._cpu_attention
         device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
 
@@ -435,7 +445,7 @@ class KVCache:
                 return tiers.copy_engine.host_memory(prod(shape) * dtype.itemsize).view(dtype).view(shape)
             return zeros(shape, device, dtype)
 
-        memory = MemoryStorage(tier, codec, block.num_slots, self._units(block), allocate)
+        memory = MemoryStorage(tier, codec, block.num_slots, _units(block, codec), allocate)
         try:
             if sources:
                 memory.gather(sources)
@@ -446,10 +456,6 @@ class KVCache:
             memory.close()
             raise
         return HostStorage(tiers, codec, block, memory) if is_fetched else memory
-
-    def _units(self, block: CacheBlock) -> int:
-        """Return the units of a slot."""
-        return block.capacity // self.codec.group_tokens
 
     def _read(self, cache: _BlockCache, stored_layer: int, slots: slice, units: slice) -> Planes:
         """Return some units of some slots, of all planes."""
@@ -469,3 +475,13 @@ class KVCache:
         if self._names_tiers:
             block.tier = tier
         return tier
+
+
+def _units(block: CacheBlock, codec: Codec) -> int:
+    """Return the units of a slot."""
+    return codec.ring_units or block.capacity // codec.group_tokens
+
+
+def _close(storages: Iterable[Storage]) -> None:
+    for storage in storages:
+        storage.close()

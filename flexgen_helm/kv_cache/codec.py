@@ -6,7 +6,12 @@ keeps for each layer:
     plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
     quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of values
 
-The newest tokens of a quantized cache, whose group is not complete, lie in a `ResidualWindow`, beside its storage.
+The newest tokens of a quantized cache lie in its residual window: a storage of its own, on the same tier, whose units
+are tokens as they were computed. It is a ring, which keeps the newest W tokens: token p lies at unit p mod W. A group
+is encoded when its last token comes:
+
+    tokens  0 … 31 | 32 … 63 | 64 …           W = residual window + group - 1
+            stored    stored   window
 
 Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a head.
 """
@@ -70,9 +75,11 @@ class Codec(ABC):
         from the storage.
     window_copies: of each of those tokens: 1, as it was computed; 2, also as quantizing leaves it.
     token_elements: elements of one token's keys in a layer.
+    ring_units: units of a slot, of which a new one takes the oldest one's place; 0: a slot has units for all tokens.
     cache_format: how older tokens are quantized and selected; None where nothing is.
     """
 
+    ring_units: int = 0
     group_tokens: int
     planes: tuple[Plane, ...]
     num_fetched_planes: int
@@ -89,6 +96,11 @@ class Codec(ABC):
     def fetched_bytes(self) -> int:
         """Bytes of a unit that every query reads."""
         return sum(plane.unit_bytes for plane in self.planes[: self.num_fetched_planes])
+
+    def num_units(self, tokens: int) -> int:
+        """Return how many units the whole groups of a slot's first `tokens` tokens take."""
+        units = tokens // self.group_tokens
+        return min(units, self.ring_units) if self.ring_units else units
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> Planes:
@@ -204,6 +216,44 @@ class QuantizedCodec(Codec):
         return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self.dtype, device=data.device))
 
 
+class WindowCodec(PlainCodec):
+    """Tokens of a residual window as they were computed.
+
+    Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized too: a unit has
+    both versions.
+    """
+
+    def __init__(self, older: QuantizedCodec) -> None:
+        """older: codec of the tokens before the window."""
+        super().__init__(older.heads, older.dim, older.dtype)
+        self._older, self.ring_units, self.num_fetched_planes = older, older.window_tokens, 1
+        shape = 2 * older.window_copies, older.heads, older.dim
+        self.planes = (Plane(shape, older.dtype, unit_axis=2),)  # [slots, keys and values, W, Hk, D]
+
+    def encode(self, k: Tensor, v: Tensor) -> Planes:
+        versions = (k, v) if self._older.window_copies == 1 else (k, v, *self._older.round_trip(k, v))
+        return (torch.stack(versions, 1),)
+
+    def encode_prompt(self, k: Tensor, v: Tensor) -> Planes:
+        """Encode the last tokens of a prompt [S, Hk, D] in the order of the ring."""
+        return self.encode(*(x[-self.ring_units :].roll(len(x), 0) for x in (k, v)))
+
+    def read(self, window: Tensor, seen_quantized: Tensor | None) -> KeysValues:
+        """Return keys and values [B, Hk, W, D] of a window in memory.
+
+        seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized for itself.
+        """
+        newest = window[:, :2]
+        if seen_quantized is not None:
+            newest = torch.where(seen_quantized[:, None, :, None, None], window[:, 2:], newest)
+        return newest[:, 0].transpose(1, 2), newest[:, 1].transpose(1, 2)
+
+    def tokens(self, window: Tensor, slots: Tensor | int, index: Tensor) -> KeysValues:
+        """Return keys and values [..., Hk, D] of tokens at `index` of some slots, as they were computed."""
+        found = self.planes[0].by_unit(window)[slots, index]
+        return found[..., 0, :, :], found[..., 1, :, :]
+
+
 def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: torch.dtype) -> Codec:
     """Return the codec for a format; None stores keys and values as they are computed."""
     return PlainCodec(heads, dim, dtype) if cache_format is None else QuantizedCodec(cache_format, heads, dim, dtype)
@@ -279,74 +329,3 @@ def place_new_tokens(block: CacheBlock, codec: Codec, uploads: Uploads) -> NewTo
         tokens = range(last - codec.group_tokens + 1, last + 1)
         groups.append(CompleteGroup(units, uploads.add([token % codec.window_tokens for token in tokens])))
     return NewTokens(SlotIndex(slots, uploads.add([count % codec.window_tokens for count in counts])), groups)
-
-
-class ResidualWindow:
-    """The newest tokens of a cache block whose older ones are quantized, in all layers, as they were computed.
-
-    They are on the compute device: keys and values [slots, W, Hk, D]. Token p lies at index p mod W. A group is encoded
-    and stored when its last token comes:
-
-        tokens  0 … 31 | 32 … 63 | 64 …           W = residual window + group - 1
-                stored    stored   this window
-    """
-
-    def __init__(self, block: CacheBlock, codec: QuantizedCodec, num_layers: int, device: torch.device) -> None:
-        self._block, self._codec, self._device = block, codec, device
-        shape = (2, block.num_slots, codec.window_tokens, codec.heads, codec.dim)
-        self._plain = [zeros(shape, device, codec.dtype) for _ in range(num_layers)]
-        # Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized too.
-        copies = num_layers if codec.window_copies > 1 else 0
-        self._quantized = [zeros(shape, device, codec.dtype) for _ in range(copies)]
-
-    def write(self, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep the last tokens of a prompt [S, Hk, D]."""
-        codec, length = self._codec, k.shape[0]
-        first = max(0, length - codec.window_tokens)
-        index = torch.arange(first, length, device=self._device) % codec.window_tokens
-        for half, new in enumerate((k, v)):
-            self._plain[layer][half, slot, index] = new[first:]
-        if self._quantized:
-            for half, new in enumerate(codec.round_trip(k[first:], v[first:])):
-                self._quantized[layer][half, slot, index] = new
-
-    def append(self, layer: int, target: SlotIndex, k: Tensor, v: Tensor) -> None:
-        """Keep one token [B, Hk, D] of each sequence."""
-        newest, slots, index = self._plain[layer], target.slots.on_device, target.index.on_device
-        newest[0, slots, index], newest[1, slots, index] = k, v
-        if self._quantized:
-            seen = self._quantized[layer]
-            seen[0, slots, index], seen[1, slots, index] = self._codec.round_trip(k, v)
-
-    def group(self, layer: int, slots: Tensor, index: Tensor) -> KeysValues:
-        """Return keys and values [n * G, Hk, D] of some slots [n] at `index` [G], slot by slot."""
-        keys, values = self._plain[layer][:, slots[:, None], index].flatten(1, 2)
-        return keys, values
-
-    def read(self, layer: int, seen_quantized: Tensor | None) -> KeysValues:
-        """Return keys and values [B, Hk, W, D] of the block's sequences.
-
-        seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized for itself.
-        """
-        count = len(self._block.sequences)
-        newest = self._plain[layer][:, :count]
-        if seen_quantized is not None:
-            newest = torch.where(seen_quantized[None, :, :, None, None], self._quantized[layer][:, :count], newest)
-        return newest[0].transpose(1, 2), newest[1].transpose(1, 2)
-
-    def read_tokens(self, slot: int, layer: int, first: int, last: int) -> KeysValues:
-        """Return keys and values [1, Hk, n, D] of tokens first … last - 1 of a slot, as they were computed."""
-        assert last - first <= self._codec.window_tokens
-        index = torch.arange(first, last, device=self._device) % self._codec.window_tokens
-        keys, values = self._plain[layer][:, slot : slot + 1, index].transpose(2, 3)
-        return keys, values
-
-    def copy_slot(self, target: int, window: ResidualWindow, source: int) -> None:
-        """Make a slot a copy of another block's."""
-        for new, old in zip((*self._plain, *self._quantized), (*window._plain, *window._quantized)):
-            new[:, target] = old[:, source]
-
-    def move(self, source: int, target: int) -> None:
-        """Copy a slot to another."""
-        for tensor in (*self._plain, *self._quantized):
-            tensor[:, target] = tensor[:, source]

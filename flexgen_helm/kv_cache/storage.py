@@ -22,7 +22,7 @@ from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, QuantizedCodec, Sl
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
-from flexgen_helm.planner.placement import MEMORY_ADVICE, Tier
+from flexgen_helm.planner.placement import MEMORY_ADVICE, UNLIMITED, Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
 
 _HOST = torch.device("cpu")
@@ -190,10 +190,11 @@ class FetchedStorage(Storage):
         self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
 
     @abstractmethod
-    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
+    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
         """Return the bytes that a fetch takes on the compute device, and the fetch.
 
-        counts: units of each slot, from its first one on.
+        counts: units that were stored in each slot.
+        units: of a slot that are there to be read.
         room: units of a slot that are appended before they are read.
         """
 
@@ -203,9 +204,10 @@ class FetchedStorage(Storage):
         room = 0 if codec.window_tokens or is_shared else 1
         tokens = [seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences]
         counts = [count // codec.group_tokens - room for count in tokens]
-        if layer in self._fetches or not max(counts) + room:
+        units = codec.ring_units or max(counts) + room
+        if layer in self._fetches or not units:
             return
-        num_bytes, fetch = self._fetch(layer, counts, room)
+        num_bytes, fetch = self._fetch(layer, counts, units, room)
         stores = tuple(self._stores.get(layer, ()))
 
         def after_stores() -> Fetched:
@@ -331,26 +333,26 @@ class HostStorage(FetchedStorage):
         self.finish_stores()
         return self._memory
 
-    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
-        codec, num_slots, units = self._codec, len(counts), max(counts)
+    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, num_slots = self._codec, len(counts)
         stored = self._memory.read(layer)[: codec.num_fetched_planes]
-        if _WHOLE_SLOTS_FROM * self._memory.units <= units + room:
+        if _WHOLE_SLOTS_FROM * self._memory.units <= units:
             whole = tuple(data[:num_slots] for data in stored)
             return total_bytes(whole), lambda: (self._to_device(whole), ())
 
         def fetch() -> Fetched:
             # One long copy over the link, spread out behind it.
             axes = [plane.unit_axis for plane in codec.planes]
-            used = tuple(data[:num_slots].narrow(axis, 0, units) for axis, data in zip(axes, stored))
+            used = tuple(data[:num_slots].narrow(axis, 0, units - room) for axis, data in zip(axes, stored))
             arrived = self._to_device(used)
             if not room:
                 return arrived, ()
-            wider = _empty_planes(codec.planes, num_slots, units + room, self._tiers.device)
+            wider = _empty_planes(codec.planes, num_slots, units, self._tiers.device)
             for plane, new, old in zip(codec.planes, wider, arrived):
-                plane.by_unit(new)[:, :units] = plane.by_unit(old)
+                plane.by_unit(new)[:, : units - room] = plane.by_unit(old)
             return wider, ()
 
-        return num_slots * (units + room) * codec.fetched_bytes, fetch
+        return num_slots * units * codec.fetched_bytes, fetch
 
     def close(self) -> None:
         self.cancel()
@@ -390,16 +392,16 @@ class DiskStorage(FetchedStorage):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def _fetch(self, layer: int, counts: list[int], room: int) -> tuple[int, Callable[[], Fetched]]:
-        codec, num_units, file_counts = self._codec, max(counts) + room, list(zip(self._slots, counts))
+    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
+        codec, file_counts = self._codec, list(zip(self._slots, counts))
 
         def fetch() -> Fetched:
-            on_host = _empty_planes(codec.planes, len(counts), num_units, _HOST)
+            on_host = _empty_planes(codec.planes, len(counts), units, _HOST)
             num_bytes = self._layout.read(self._file, layer, file_counts, on_host)
             self._tiers.stats.count_bytes("disk_to_cpu", "cache", num_bytes)
             return self._to_device(on_host[: codec.num_fetched_planes]), on_host
 
-        return len(counts) * num_units * codec.unit_bytes, fetch
+        return len(counts) * units * codec.unit_bytes, fetch
 
     def close(self) -> None:
         self.cancel()
@@ -416,12 +418,15 @@ class StepLayout:
     Every pass appends one token to all slots of a block, which are written as one piece:
 
         | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
+
+    Of a ring there are its units of each prompt, and as many steps, each in the place of the one that it follows.
     """
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
         self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
-        self._prompts = [sequence.prompt_len for sequence in block.sequences]
-        steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in block.sequences)
+        self._ring, self._lengths = codec.ring_units or UNLIMITED, [seq.prompt_len for seq in block.sequences]
+        self._prompts = [min(self._ring, length) for length in self._lengths]
+        steps = min(self._ring, max(seq.cache_tokens - seq.prompt_len for seq in block.sequences))
         self._step_bytes = aligned(block.num_slots * unit)
         self._offsets: list[int] = []  # of each slot's prompt within a layer
         end = 0
@@ -442,7 +447,8 @@ class StepLayout:
 
     def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
         """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes written."""
-        (step,) = {unit - self._prompts[slot] for slot, unit in slots}  # the sequences of a block decode together
+        # The sequences of a block decode together.
+        (step,) = {(unit - self._lengths[slot]) % self._ring for slot, unit in slots}
         piece = torch.zeros((len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype)
         for half, new in zip(piece, planes):
             half[[slot for slot, _ in slots]] = new
@@ -452,14 +458,15 @@ class StepLayout:
     def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
         """Fill planes with the first units of slots; return the bytes read."""
         base, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
+        steps = min(self._ring, max(0, max(count - self._lengths[slot] for slot, count in slots)))
         for row, (slot, count) in enumerate(slots):
-            if prompt := min(count, self._prompts[slot]):
+            prompt = min(count, self._prompts[slot])
+            if prompt and steps < self._ring:
                 shape = specs[0].memory_shape(len(specs), self._prompts[slot])
                 stored = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
                 num_bytes += stored.nbytes
                 for plane, target, data in zip(specs, planes, stored):
                     plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
-        steps = max(0, max(count - self._prompts[slot] for slot, count in slots))
         if steps:
             # Each step fills whole pages; what is behind its tokens is read and left out.
             dtype = specs[0].dtype
@@ -468,9 +475,11 @@ class StepLayout:
             num_bytes += data.nbytes
             tokens = data[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
             for row, (slot, _) in enumerate(slots):
-                first = self._prompts[slot]
+                first = self._lengths[slot] % self._ring
+                turn = min(steps, self._ring - first)  # from there on the ring begins anew
                 for number, (plane, target) in enumerate(zip(specs, planes)):
-                    plane.by_unit(target)[row, first : first + steps] = tokens[:, number, slot]
+                    by_unit, new = plane.by_unit(target)[row], tokens[:, number, slot]
+                    by_unit[first : first + turn], by_unit[: steps - turn] = new[:turn], new[turn:]
         return num_bytes
 
 

@@ -314,11 +314,10 @@ class _Pass:
                 to_cpu[CACHE[tier]] += queries / store_rate
                 to_gpu[CACHE[tier]] += queries / in_rate
             else:
-                positions = problem.fetched_positions(
-                    tier, problem.visible_positions(self.context), self.slot_positions
-                )
-                fetched = problem.read_kv_elements * self.sequences * positions * problem.fetched_cache_bytes
-                to_gpu[CACHE[tier]] += fetched / in_rate + self._cache_transfers * link.transfer_s
+                positions = problem.fetched_positions(tier, problem.older_positions(self.context), self.slot_positions)
+                elements = problem.read_kv_elements
+                fetched = elements * positions * problem.fetched_cache_bytes + problem.window_bytes(elements)
+                to_gpu[CACHE[tier]] += self.sequences * fetched / in_rate + self._cache_transfers * link.transfer_s
         return to_gpu, to_cpu
 
     def _disk_times(self) -> tuple[Affine, Affine]:
@@ -329,7 +328,13 @@ class _Pass:
         read = affine(0.0, {WD: weights_s})
         read[HD] = self._hidden_bytes * read_s
         if not self.prefill:
-            read[CD] = self.attended_elements * self.problem.cache_bytes * read_s + cache_access_s
+            problem, elements = self.problem, self.problem.read_kv_elements
+            ring, workload = problem.window_tokens, problem.workload
+            # A file has the window of the prompt until the answer fills another, half of it on average.
+            newest = min(workload.prompt, ring) + min(workload.output, ring**2 / workload.output) / 2
+            stored = elements * problem.older_positions(self.context) * problem.cache_bytes
+            stored += problem.window_bytes(elements, newest)
+            read[CD] = self.sequences * stored * read_s + cache_access_s
         write = affine(0.0, {HD: self._hidden_bytes * write_s, CD: self._new_cache_bytes * write_s + cache_access_s})
         return read, write
 
@@ -377,11 +382,13 @@ class _Pass:
 
     @property
     def _cache_transfers(self) -> float:
-        return 2 * self.problem.config.num_attention_layers * self.batches
+        return (2 + (self.problem.window_tokens > 0)) * self.problem.config.num_attention_layers * self.batches
 
     @property
     def _new_cache_bytes(self) -> float:
-        return self.problem.kv_elements * self.tokens * self.problem.cache_bytes
+        problem, elements = self.problem, self.problem.kv_elements
+        newest = min(self.tokens, self.sequences * problem.window_tokens)
+        return elements * self.tokens * problem.cache_bytes + problem.window_bytes(elements, newest)
 
     @property
     def _hidden_bytes(self) -> float:
@@ -405,6 +412,8 @@ def _stored_memory(
     config, workload, ranks = problem.config, problem.workload, problem.ranks
     positions = _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
+    window = sequences * problem.window_bytes(problem.kv_elements) / ranks if positions else 0.0
+    caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}  # the prompt's and the answer's
     waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
     if one_batch and not shape.schedule.is_single_pass:
@@ -423,6 +432,6 @@ def _stored_memory(
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
         hidden = waiting[tier] * token_bytes
         together = EXPERT_COPIES * gathered * token_bytes if tier == problem.compute_tier else 0.0
-        stored = affine(together, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
+        stored = affine(together, {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

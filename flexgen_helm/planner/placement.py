@@ -320,14 +320,18 @@ class CacheSizes:
 
     bytes_per_token: of one position in all cached layers.
     layer_bytes_per_token: of one position in one layer.
-    window_bytes: of a sequence on the compute device: its full-precision residual window in all cached layers, and the
-        states of layers that keep one.
+    window_bytes: of a sequence's full-precision residual window in all cached layers; a file has twice as many, for
+        the prompt's and for the answer's.
+    layer_window_bytes: of the window in one layer.
+    state_bytes: of a sequence on the compute device, in all layers that keep a state.
     fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
     """
 
     bytes_per_token: int
     layer_bytes_per_token: int
     window_bytes: int = 0
+    layer_window_bytes: int = 0
+    state_bytes: int = 0
     fill_tokens: int = 0
 
 
@@ -346,16 +350,18 @@ def cache_sizes(
     states = state_bytes(config, one_layer)
     if fmt is None:
         fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
-        return CacheSizes(layers * plain, plain, states, fill)
+        return CacheSizes(layers * plain, plain, state_bytes=states, fill_tokens=fill)
     group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
+    fill = 0
     if on_disk:
         group = -(-group // ALIGNMENT) * ALIGNMENT
+        fill = -(-ALIGNMENT * fmt.stored_group_tokens // group)
     per_token = -(-layers * group // fmt.stored_group_tokens)
-    windows = fmt.window_copies * fmt.window_tokens * layers * plain
-    return CacheSizes(per_token, per_token // layers, windows + states)
+    window = fmt.window_copies * fmt.window_tokens * plain
+    return CacheSizes(per_token, per_token // layers, layers * window, window, states, fill)
 
 
-def state_bytes(config: ModelConfig, one_layer: bool) -> int:
+def state_bytes(config: ModelConfig, one_layer: bool = False) -> int:
     """Return the bytes of the states that layers keep of a sequence: in float32, before and after the newest token."""
     elements = max(config.layer_states) if one_layer else sum(config.layer_states)
     return 2 * 4 * elements
@@ -377,8 +383,7 @@ class SchedulerLimits:
         sequences are admitted as are expected to fit.
     slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk page).
     step_overhead: positions that each decode step of a block takes besides its tokens (last disk page).
-    max_windows: sequences and shared prefixes whose residual window is on the compute tier while the rest of their
-        cache is offloaded.
+    max_states: sequences and shared prefixes whose states are on the compute tier while their cache is offloaded.
     block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar length.
     """
 
@@ -390,7 +395,7 @@ class SchedulerLimits:
     page_tokens: int = 0
     slot_overhead: int = 0
     step_overhead: int = 0
-    max_windows: int = UNLIMITED
+    max_states: int = UNLIMITED
     block_sequences: int = BLOCK_SEQUENCES
 
 

@@ -35,9 +35,9 @@ from flexgen_helm.planner.placement import (
     StagingSizes,
     StorageSizes,
     Tier,
-    cache_sizes,
     loader_buffer_bytes,
     staging_sizes,
+    state_bytes,
     storage_sizes,
     tier_fractions,
 )
@@ -409,6 +409,23 @@ class PlanningProblem:
         cache = self.precision.cache
         return self.compute_bytes if cache is None else cache.bytes_per_value(self.compute_bytes, cache.value_share)
 
+    @cached_property
+    def window_tokens(self) -> int:
+        """Tokens of a residual window, which rests beside what is quantized; 0 without one."""
+        return 0 if self.precision.cache is None else self.precision.cache.window_tokens
+
+    def window_bytes(self, elements: float, tokens: float | None = None) -> float:
+        """Bytes of so many tokens of a residual window, or of all; elements: of a token's keys and values."""
+        copies = 0 if self.precision.cache is None else self.precision.cache.window_copies
+        return (self.window_tokens if tokens is None else tokens) * copies * elements * self.compute_bytes
+
+    def older_positions(self, context: float) -> float:
+        """Positions of `context` that decoding reads quantized, on average, or all without a residual window."""
+        cache, visible = self.precision.cache, self.visible_positions(context)
+        if cache is None or not self.window_tokens:
+            return visible
+        return max(0.0, visible - (cache.residual_window + self.window_tokens) / 2)
+
     def visible_positions(self, context: float) -> float:
         """Positions of `context` that a token sees, averaged over layers with and without a window."""
         windows = self.config.windows
@@ -486,13 +503,13 @@ class PlanningProblem:
         beside = 0 if resident else self.ring_bytes + self.staging.experts
         staging = affine(self.storage.vector_bytes(work) / self.ranks + beside)
         if not shape.schedule.is_single_pass:
-            sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
-            staging += affine(sequences * sizes.window_bytes / self.ranks)
+            staging += affine(sequences * state_bytes(config) / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
-        block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
+        slot_bytes = self.workload.longest * self.kv_elements * work + self.window_bytes(self.kv_elements)
+        block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * slot_bytes
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):
-                staging[column] += block * self.kv_elements / config.num_cache_layers * work
+                staging[column] += block / config.num_cache_layers
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
         return {self.compute_tier: (staging,), "cpu": (affine(self._loader_buffer_bytes),)}

@@ -117,23 +117,24 @@ class RunMemory:
         """
         placement, cache = self.placement, self.cache
         room = {tier: max(0.0, self.cache_bytes[tier]) / share for tier, share in placement.cache.items() if share > 0}
-        max_windows = int(self._windows_bytes // cache.window_bytes) if self._windows_bytes else UNLIMITED
+        max_states = int(self._states_bytes // cache.state_bytes) if self._states_bytes else UNLIMITED
         fill_tokens = cache.fill_tokens
         memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
             fill_tokens = 0  # memory runs out before the disk does, even if every page on it holds a single token
+        beside = cache.state_bytes + cache.window_bytes * (2 if fill_tokens else 1)
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
             batch_tokens,
             batch_sequences,
-            min(max_sequences, max_windows),
+            min(max_sequences, max_states),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
             pass_tokens=self._pass_tokens(max_sequences),
             page_tokens=self._page_tokens,
-            slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
+            slot_overhead=-(-beside // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
-            max_windows=max_windows,
+            max_states=max_states,
             block_sequences=LARGE_BLOCK_SEQUENCES if is_resident else self._staging[0],
         )
 
@@ -209,8 +210,8 @@ class RunMemory:
         if not any(share > 0 and tier not in attended for tier, share in self.placement.cache.items()):
             return BLOCK_SEQUENCES, 0
         share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
-        room = share * (self.free[self._compute_tier] - self.cache.window_bytes)
-        sequence_bytes = (self.size.longest + 1) * self.cache.layer_bytes_per_token
+        room = share * (self.free[self._compute_tier] - self.cache.state_bytes)
+        sequence_bytes = (self.size.longest + 1) * self.cache.layer_bytes_per_token + self.cache.layer_window_bytes
         if 2 * sequence_bytes <= room:
             sequence_bytes *= 2
         sequences = max(1, min(BLOCK_SEQUENCES, int(room / sequence_bytes)))
@@ -230,13 +231,14 @@ class RunMemory:
             computes = tier == self._compute_tier
             allowed = ACTIVATIONS_SHARE * self.free[tier]
             if self._has_experts and computes:  # beside one sequence's cache in use
-                allowed = EXPERTS_SHARE * (self.free[tier] - self._staging[1] - self.cache.window_bytes)
+                allowed = EXPERTS_SHARE * (self.free[tier] - self._staging[1] - self.cache.state_bytes)
             if policy is not None and not self.schedule.is_single_pass:
                 left: float = self.free[tier] - computes * self._staging[1]
                 positions = policy.block_size * size.longest
                 if size.decodes:
-                    left -= positions * self.cache.bytes_per_token * self.placement.cache[tier]
-                    left -= computes * policy.block_size * self.cache.window_bytes
+                    windows = (1 + (tier == "disk")) * policy.block_size * self.cache.window_bytes
+                    left -= (positions * self.cache.bytes_per_token + windows) * self.placement.cache[tier]
+                    left -= computes * policy.block_size * self.cache.state_bytes
                 else:  # the planned block has room, and shared prefixes have the rest
                     left = min(positions * self.hidden_bytes * self._copies[tier], left)
                 allowed = max(ACTIVATIONS_SHARE * self.free[tier], left)
@@ -253,21 +255,21 @@ class RunMemory:
         return {tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS}
 
     @cached_property
-    def _windows_bytes(self) -> float:
-        """Bytes for residual windows of an offloaded cache, which stay on the compute tier.
+    def _states_bytes(self) -> float:
+        """Bytes for states of sequences whose cache is offloaded, which stay on the compute tier.
 
         Half of its room, or those of the planned block.
         """
-        if not self.cache.window_bytes or self.placement.cache[self._compute_tier] == 1:
+        if not self.cache.state_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
         room, block = self._available[self._compute_tier], 1 if self.policy is None else self.policy.block_size
-        return max(room / 2, min(room, block * self.cache.window_bytes), self.cache.window_bytes)
+        return max(room / 2, min(room, block * self.cache.state_bytes), self.cache.state_bytes)
 
     @cached_property
     def cache_bytes(self) -> dict[Tier, float]:
         """Bytes of each tier that cache blocks may take; raises as `limits`."""
         compute_tier = self._compute_tier
-        found = {**self._available, compute_tier: self._available[compute_tier] - self._windows_bytes}
+        found = {**self._available, compute_tier: self._available[compute_tier] - self._states_bytes}
         for tier in TIERS:
             if found[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
                 missing = exact_size(math.ceil(-found[tier]))

@@ -174,13 +174,14 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
 def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
     """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS` can run at least.
 
-    It counts two layers of its cache, its residual window, and its hidden states; the cache may be on any tier.
+    It counts two layers of its cache, its states, and its hidden states; the cache may be on any tier.
     """
     config = model.config
     sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
     positions = min(_LEAST_POSITIONS, config.max_positions)
     hidden_bytes = config.state_size * compute_bytes
-    return sizes.window_bytes + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
+    beside = sizes.state_bytes + 2 * sizes.layer_window_bytes
+    return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 
 def _least_bytes(model: StorageSizes, compute_bytes: int) -> int:

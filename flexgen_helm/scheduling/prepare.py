@@ -224,7 +224,7 @@ def _completions_at_once(request: Request, num_prefixes: int, limits: SchedulerL
         return 1
     reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
     have_room = 1 + (room - needed - limits.slot_overhead) // reserved
-    return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_windows - slots))
+    return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_states - slots))
 
 
 def _expected_output(request: Request) -> int:
@@ -335,7 +335,7 @@ def into_lanes(
     There is a lane for each rank, if each has room for the longest request with a prefix of its own.
     """
     if schedule.is_single_pass:
-        count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
+        count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
     else:
         step, slot = 1 + limits.step_overhead, 1 + limits.slot_overhead
         longest = max((len(r.tokens) + max(0, r.request.max_tokens - 1) * step for r in requests), default=0) + 2 * slot
@@ -344,7 +344,7 @@ def into_lanes(
         limits,
         cache_tokens=limits.cache_tokens // count,
         max_sequences=max(1, limits.max_sequences // count),
-        max_windows=max(1, limits.max_windows // count),
+        max_states=max(1, limits.max_states // count),
     )
     return divide(requests, count), lane_limits
 

@@ -328,8 +328,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         seated: list[Sequence] = []  # admitted sequences that will share the next block
         num_running = self.num_running
-        num_windows = sum(block.num_slots for block in self._blocks)
-        num_windows += sum(prompt.num_continuations for prompt in self._reserved)
+        num_states = sum(block.num_slots for block in self._blocks)
+        num_states += sum(prompt.num_continuations for prompt in self._reserved)
         prompt_tokens = 0
         taken = self.cache_tokens
         forecast = self._forecast() if limits.page_tokens and self._waiting else None
@@ -350,15 +350,15 @@ class Scheduler:
                     seated = []
                     continue
                 num_slots = int(not _is_prefix(sequence)) + sequence.num_continuations
-                new_windows = 1 + sequence.num_continuations
+                new_states = 1 + sequence.num_continuations
                 if num_running and num_running + num_slots > limits.max_sequences:
                     break
                 # If nothing runs and nothing was admitted, the only live caches are the shared prefixes of the
                 # queue's head, so it must be admitted.
-                if (num_running or admitted) and num_windows + new_windows > limits.max_windows:
+                if (num_running or admitted) and num_states + new_states > limits.max_states:
                     break
                 num_running += num_slots
-                num_windows += new_windows
+                num_states += new_states
                 if sequence.is_shared:
                     if not _is_prefix(sequence):
                         self._reserved[sequence] = reserved

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.attention_metadata import LayerAttention, PromptAttention
 from flexgen_helm.errors import NumericalError, UsageError
+from flexgen_helm.hardware.profile import Disk, Link
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.planner.cost_model import block_costs
+from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+from flexgen_helm.planner.policy import ZIGZAG, Workload
+from flexgen_helm.planner.problem import BlockShape, fraction_vector
 from flexgen_helm.quant import precisions
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
@@ -27,6 +32,8 @@ from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.offload import MIB, offloaded
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import prompts
+from tests.helpers.planning_problems import LAPTOP
+from tests.helpers.tiny_models import llama_config, save_random
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +211,7 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
 
 
 def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkeypatch):
-    """Over the link to host memory: all keys, and of the values the share."""
+    """Over the link to host memory: the residual window and all older keys, and of the values the share."""
     brought = {}
     prompt = [3 + i % 50 for i in range(85)]
     for share in (0.1, 1.0):
@@ -226,8 +233,9 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
         older = codec.num_stored(position)
         keys += older // codec.group_tokens * codec.fetched_bytes
         values += math.ceil(Fraction("0.1") * older) * token_value
-    assert brought[0.1] == layers * (keys + values)
-    assert brought[1.0] > 1.5 * brought[0.1]
+    windows = 8 * codec.window_tokens * 2 * codec.token_elements * 4
+    assert brought[0.1] == layers * (windows + keys + values)
+    assert brought[1.0] - layers * windows > 1.5 * layers * (keys + values)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, -0.1])
@@ -236,3 +244,31 @@ def test_a_share_of_values_is_a_share(share):
         CacheFormat(None, None, 4, value_share=share)
     with pytest.raises(UsageError, match="groups of tokens"):
         replace(FORMATS["paper"], value_share=0.1)
+
+
+@pytest.mark.parametrize("name", ["4bit-cache", "paper-4bit"])
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_an_offloaded_cache_moves_what_the_plan_counts(tmp_path, tier, name):
+    """Of 8 prompts of 256 tokens and 65 new ones each, over which the groups of 64 end evenly."""
+    policy = Policy(8, 1, 1, 0, 0, float(tier == "cpu"), 1, 0)
+    count, prompt, output = 8, 256, 65
+    requests = [
+        GenerationRequest(prompt_token_ids=[5 + i, *range(10, 9 + prompt)], max_tokens=output, ignore_eos=True)
+        for i in range(count)
+    ]
+    limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
+    save_random(tmp_path / "model", llama_config(max_position_embeddings=prompt + output, head_dim=64), seed=1)
+    settings = dict(policy=policy, offload_dir=tmp_path / "disk", device="sim", limits=limits, precision=name)
+    with Engine.from_pretrained(tmp_path / "model", **settings) as engine:
+        assert all(result.error is None for result in engine.run(requests))
+        moved, config = engine.last_run["bytes"], engine.config
+        engine.ledger.check({"weights": engine.ledger.in_use})
+    second = replace(simulated_gpu(LAPTOP, (1, 1)), link=Link(1, 1, 1, 1), disk=Disk(1 << 40, 1, 1, access_s=0))
+    problem = planning_problem(config, second, Workload.uniform(prompt, output, count), precision=name, limits=limits)
+    costs = block_costs(problem, BlockShape(count, 1, ZIGZAG), resident=True)
+    shares = fraction_vector(policy, True)
+    names = {"to_gpu": "cpu_to_gpu", "to_cpu": "gpu_to_cpu"}
+    names |= {"disk_read": "disk_to_cpu", "disk_write": "cpu_to_disk"} if tier == "disk" else {}
+    for resource, link in names.items():
+        planned = float((costs.prefill[resource] + costs.decode_passes * costs.decode[resource]) @ shares)
+        assert moved[link]["cache"] == pytest.approx(planned, rel=0.05)

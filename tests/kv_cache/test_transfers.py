@@ -20,7 +20,7 @@ class Scripted(HostStorage):
     """A storage whose fetches and stores are the test's."""
 
     def fetch(self, layer: int, step) -> None:
-        self._fetch = lambda layer, counts, room: (10, step)
+        self._fetch = lambda layer, counts, units, room: (10, step)
         self.prefetch(layer, ahead=True)
 
     def store(self, layer: int, step) -> None:

@@ -45,7 +45,7 @@ CASES = st.fixed_dictionaries(
         "pass_tokens": st.integers(1, 100),
         "page_tokens": st.sampled_from([0, 0, 1, 4, 7]),
         "slot_overhead": st.integers(0, 3),
-        "more_windows": st.sampled_from([None, None, 0, 1, 4]),
+        "more_states": st.sampled_from([None, None, 0, 1, 4]),
         "prefix": st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
         "ending": st.sampled_from([0.0, 0.1, 0.4]),
         "known_ends": st.integers(0, 20),
@@ -75,9 +75,9 @@ def test_everyone_is_served_within_the_limits(shapes, case):
         case.page_tokens,
         case.slot_overhead,
     )
-    if case.more_windows is not None:  # than one prompt with its continuations needs behind a prefix
+    if case.more_states is not None:  # than one prompt with its continuations needs behind a prefix
         alone = max([1 + prompt.num_continuations for prompt in prompts], default=1) + (prefix_len > 0)
-        limits = replace(limits, max_windows=alone + case.more_windows)
+        limits = replace(limits, max_states=alone + case.more_states)
     waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
     lengths = AnswerLengths()
     for _ in range(case.known_ends):  # so that more is expected to end than does
@@ -119,7 +119,7 @@ def test_everyone_is_served_within_the_limits(shapes, case):
         if not batches:
             break
         assert scheduler.cache_tokens <= limits.cache_tokens
-        assert sum(block.num_slots for block in scheduler._blocks) <= limits.max_windows
+        assert sum(block.num_slots for block in scheduler._blocks) <= limits.max_states
         prefilled = [batch for batch in batches if batch.is_prefill]
         tokens_in = sum(batch.num_tokens for batch in prefilled)
         assert tokens_in <= case.pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
