@@ -46,7 +46,8 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    formats: of the matrices that rest as published, by name; `packed_tiles` reads their bytes.
+    formats, gathers: of the matrices that rest as published, by name, which `packed_tiles` reads; whether from several
+        places each.
     storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and
         GGUF weights. Weights that another tool quantized have the type of their scales.
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
@@ -62,6 +63,7 @@ class Checkpoint(ABC):
     config: ModelConfig
     config_content: Mapping[str, Any] | None = None
     formats: Mapping[str, BlockFormat] = MappingProxyType({})
+    gathers: bool = False
     storage_dtype: torch.dtype
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None

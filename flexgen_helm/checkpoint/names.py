@@ -217,7 +217,7 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
         if not name.endswith(".router.weight")
         if (fmt := scaled_format(codes, scale, shape[1], 32 if codes == "FP4" else 128)) is not None
     }
-    return replace(named, published=PublishedFormats(formats))
+    return replace(named, published=PublishedFormats(formats, True))
 
 
 # Codes and scales of most files that a method has quantized; mxfp4 quantizes experts alone.

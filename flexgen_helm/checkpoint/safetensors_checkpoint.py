@@ -63,7 +63,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._find(architecture, tensors, path)
         if quantization is not None:
             require_described_values(tensors.values(), quantization)
-            self.formats = self._formats()
+            self.formats, self.gathers = self._formats(), True
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
 

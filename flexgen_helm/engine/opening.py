@@ -52,7 +52,7 @@ class OpenedModel:
 
     @cached_property
     def published(self) -> PublishedFormats:
-        return PublishedFormats(self.checkpoint.formats)
+        return PublishedFormats(self.checkpoint.formats, self.checkpoint.gathers)
 
     @property
     def precision(self) -> Precision:

@@ -42,7 +42,13 @@ from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, w
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS, StorageSizes
+from flexgen_helm.planner.placement import (
+    COPY_BUFFER_BYTES,
+    GATHER_BYTES,
+    HOST_UPCAST_ELEMENTS,
+    StorageSizes,
+    gather_bytes,
+)
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
@@ -64,7 +70,7 @@ def bytes_at_rest(
     if weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=weights, seed=seed)
-    precision = replace(precision, published=PublishedFormats(checkpoint.formats))
+    precision = replace(precision, published=PublishedFormats(checkpoint.formats, checkpoint.gathers))
     sizes = StorageSizes(checkpoint.config, precision).matrices
     return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
 
@@ -242,17 +248,20 @@ class GatheredMatrix(DiskMatrix):
         self._block_bytes = sum(plane.block_bytes for plane in parts[0].planes)
 
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
-        rows, step = staging[: count * self.row_bytes].view(count, -1, self._block_bytes), buffered_rows(self.row_bytes)
+        rows = staging[: count * self.row_bytes].view(count, -1, self._block_bytes)
+        step = max(1, GATHER_BYTES // self.row_bytes)
         for done in range(0, count, step):
             read_blocks(self._parts, first + done, rows[done : done + step], self._read_bytes)
         self._tiers.stats.count_bytes("disk_to_cpu", "weights", count * self.row_bytes)
         return rows.view(-1)
 
     def _read_bytes(self, file: SourceFile, offset: int, size: int) -> Tensor:
+        """Read bytes of a file into memory of this thread, until its next call."""
         skipped = offset % ALIGNMENT
+        needed = max(aligned(skipped + size), gather_bytes(self.num_bytes))
         buffer: Tensor | None = getattr(_thread_local, "gathered", None)
-        if buffer is None or buffer.numel() < skipped + size:
-            buffer = _thread_local.gathered = pages(COPY_BUFFER_BYTES + ring_bytes(1, self.row_bytes))
+        if buffer is None or buffer.numel() < needed:
+            buffer = _thread_local.gathered = pages(needed)
         span = buffer[: aligned(skipped + size)]
         self._files[file].read(offset - skipped, span)
         return span[skipped : skipped + size]

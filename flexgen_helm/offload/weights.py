@@ -39,7 +39,14 @@ from flexgen_helm.models.config import (
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
-from flexgen_helm.offload.matrices import DiskMatrix, Expert, MatrixLoader, OffloadedMatrix, buffered_rows
+from flexgen_helm.offload.matrices import (
+    DiskMatrix,
+    Expert,
+    GatheredMatrix,
+    MatrixLoader,
+    OffloadedMatrix,
+    buffered_rows,
+)
 from flexgen_helm.offload.prefetcher import (
     StagingRing,
     StreamedMatrix,
@@ -50,7 +57,7 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
+from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
@@ -302,17 +309,20 @@ class TieredWeights:
         return pages(num_bytes) if copy_engine is None else copy_engine.device_memory((num_bytes,), torch.uint8)
 
     def _loader_buffer_bytes(self) -> int:
-        """Return the host memory of loaders that bring weights from the disk to a device: a buffer for each."""
+        """Return the host memory of loaders that gather weights, or bring them to a device: a buffer for each."""
+        loaders = NUM_LOADERS if self._tiers.overlap else 1
+        placed = (weight.offloaded for weight in self.tensors.values())
+        sizes = (gather_bytes(matrix.num_bytes) for matrix in placed if isinstance(matrix, GatheredMatrix))
+        gathered = loaders * max(sizes, default=0)
         if self._tiers.copy_engine is None:
-            return 0
+            return gathered
         offloaded = [(weight.offloaded, weight.expert) for weight in self.tensors.values() if weight.offloaded]
         experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
         streamed: list[int] = []
         if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
             matrices = (matrix for stage in self._streamed.values() for matrix in stage)
             streamed = [ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
-        loaders = NUM_LOADERS if self._tiers.overlap else 1
-        return loaders * (max(streamed, default=0) + max(experts, default=0))
+        return gathered + loaders * (max(streamed, default=0) + max(experts, default=0))
 
     def _streamed_matrices(self, stage: str, capacity: int) -> list[StreamedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.

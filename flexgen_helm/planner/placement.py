@@ -211,6 +211,8 @@ MIN_STAGING_BYTES = 3 << 20
 MIN_EXPERT_SLOTS = 3
 # Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
 COPY_BUFFER_BYTES = 8 << 20
+# Bytes of rows that a thread gathers at once from the places that have parts of them.
+GATHER_BYTES = 4 << 20
 # Threads that load offloaded weights: while one's unit crosses the second link of its way, the next is on the first.
 NUM_LOADERS = 2
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
@@ -304,11 +306,19 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     return StagingSizes(total, max(MIN_EXPERT_SLOTS * slot, int(ahead)))
 
 
-def loader_buffer_bytes(storage: StorageSizes) -> int:
-    """Bound the host memory into which loaders read weights from the disk, on their way to a device."""
+def loader_buffer_bytes(storage: StorageSizes, has_gpu: bool) -> int:
+    """Bound the host memory through which loaders read weights from the disk: to a device, or to gather rows."""
+    gathered = NUM_LOADERS * gather_bytes(max(storage.matrices.values())) * storage.precision.published.are_gathered
+    if not has_gpu:
+        return gathered
     largest = (max(storage.matrices.values()), expert_slot_bytes(storage))  # each kind has its own loaders
     pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
-    return NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
+    return gathered + NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
+
+
+def gather_bytes(matrix_bytes: int) -> int:
+    """Bound the memory through which a thread gathers rows of a matrix, in pages."""
+    return (-(-min(GATHER_BYTES, matrix_bytes) // ALIGNMENT) + 2) * ALIGNMENT
 
 
 # Bytes of a KV cache, from the architecture and the cache format alone.

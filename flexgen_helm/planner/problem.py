@@ -501,6 +501,8 @@ class PlanningProblem:
         """
         config, work = self.config, self.compute_bytes
         beside = 0 if resident else self.ring_bytes + self.staging.experts
+        if not resident and self.hardware.gpu is None:
+            beside += self._loader_buffer_bytes
         staging = affine(self.storage.vector_bytes(work) / self.ranks + beside)
         if not shape.schedule.is_single_pass:
             staging += affine(sequences * state_bytes(config) / self.ranks)
@@ -516,7 +518,7 @@ class PlanningProblem:
 
     @cached_property
     def _loader_buffer_bytes(self) -> int:
-        return loader_buffer_bytes(self.storage)
+        return loader_buffer_bytes(self.storage, self.hardware.gpu is not None)
 
     @cached_property
     def workspace(self) -> Workspace:

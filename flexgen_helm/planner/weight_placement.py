@@ -117,6 +117,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     else:
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
         room = limits[compute_tier] - staging.num_bytes - least_run_bytes(model, compute_bytes)
+        room -= 0 if has_gpu else loader_buffer_bytes(model, has_gpu)
         near = min(1.0, max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes) / total)
         on_host = min(1.0 - near, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
         fractions: dict[Tier, float] = {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
@@ -127,8 +128,8 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     if plan.compute_copies:  # all weights are resident
         needed[compute_tier] = model.num_values * compute_bytes
     needed[compute_tier] += vector_bytes + plan.all_staging_bytes
-    if has_gpu and needed["disk"]:
-        needed["cpu"] += loader_buffer_bytes(model)
+    if needed["disk"]:
+        needed["cpu"] += loader_buffer_bytes(model, has_gpu)
     for tier in TIERS:
         if needed[tier] > limits[tier]:
             if policy is None and left >= 0:

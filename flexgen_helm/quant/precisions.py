@@ -128,9 +128,12 @@ class PublishedFormats(Identified, name="PublishedFormats"):
     """The formats of a checkpoint's matrices that rest as published, by name.
 
     They are no part of a precision's text: the checkpoint's fingerprint says which it has.
+
+    are_gathered: codes and scales are in places of their own.
     """
 
     by_name: Mapping[str, BlockFormat]
+    are_gathered: bool = False
 
     def identity_text(self) -> str:
         return ""
