@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.stored_tensors import StoredRange
+from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.quant.blocks import not_finite
+from flexgen_helm.quant.formats import BlockFormat
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
@@ -32,6 +35,7 @@ _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat1
 _FLOATS = "F16", "BF16", "F32", "F64"
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
+MOST_THREADS = 4  # that read a tensor; each holds a tile
 
 
 class Checkpoint(ABC):
@@ -40,8 +44,9 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    storage_dtype: of matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF
-        weights. Weights that another tool quantized have the type of their scales.
+    formats: of the matrices that rest as published, by name; `packed_tiles` reads their bytes.
+    storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and
+        GGUF weights. Weights that another tool quantized have the type of their scales.
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
@@ -54,6 +59,7 @@ class Checkpoint(ABC):
 
     config: ModelConfig
     config_content: Mapping[str, Any] | None = None
+    formats: Mapping[str, BlockFormat] = MappingProxyType({})
     storage_dtype: torch.dtype
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
@@ -85,21 +91,45 @@ class Checkpoint(ABC):
         return tensor_shapes(self.config)
 
     def stored_range(self, name: str) -> StoredRange | None:
-        """Return where a file has the values of `tensor`, byte for byte; None where it has another type or order."""
+        """Return where a file has a matrix as it rests, byte for byte; None where it has another type or order."""
+        return None
+
+    def packed_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
+
+        Raises `CheckpointError` if the file is short or has changed, or if a value is not finite.
+        """
+        stored, fmt = self.stored_range(name), self.formats[name]
+        assert stored is not None
+        row_bytes = fmt.stripe_bytes(self.shapes[name][1])
+        num_rows = stored.size // row_bytes
+
+        def read(part: tuple[int, int]) -> torch.Tensor:
+            start, count = part
+            data = stored.file.read(stored.offset + start * row_bytes, count * row_bytes, self._title(name))
+            tile = torch.frombuffer(data, dtype=torch.uint8)
+            if not_finite(tile, fmt):
+                raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
+            return tile
+
+        yield from computed_ahead(read, [*row_tiles([range(num_rows)], row_bytes)], MOST_THREADS)
+
+    def order(self, name: str) -> torch.Tensor | None:
+        """Return which row of the file is each row of one of `formats`; None where all are in order."""
         return None
 
     def _choose_type(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Choose bfloat16 if most elements of matrices have it, else float16, which rounds less; note what is rounded.
 
-        tensors: stored type and shape of each.
+        tensors: stored type and shape of each; no type for one that rests as published.
         """
         elements: Counter[str] = Counter()
         for dtype, shape in tensors:
             elements[dtype] += prod(shape) if len(shape) > 1 else 0
         kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in _FLOATS) else "F16"
         self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
-        total = sum(elements.values())
-        self.rounded = {dtype: elements[dtype] / total for dtype in _FLOATS if dtype != kept and elements[dtype]}
+        rounded = {dtype: number for dtype, number in elements.items() if number and dtype not in ("", kept)}
+        self.rounded = {dtype: number / sum(elements.values()) for dtype, number in rounded.items()}
 
     def read_as_float16(self, as_float16: bool) -> None:
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -12,23 +13,23 @@ import gguf
 import numpy as np
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, row_tiles
+from flexgen_helm.checkpoint.checkpoint import MOST_THREADS, Checkpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, joined, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredRange, StoredTensor, joined, match_tensors
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
+from flexgen_helm.quant.formats import BLOCK_FORMATS, BlockFormat
 
 # `gguf` dequantizes these from elements of their own type, all others from bytes.
 _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
 # `gguf` dequantizes 16 rows at a time: neighbouring rows that together have about so many elements count as one.
 _ROW_ELEMENTS = 8192
-_MOST_THREADS = 4  # each holds a tile
 # The divisor of each rotary frequency, by architecture; the first that a file has is used.
 _SHORT_FACTORS = "rope_factors_short.weight"
 _ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT_FACTORS,)}
@@ -83,7 +84,10 @@ class GgufCheckpoint(Checkpoint):
                 f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
                 f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
             )
-        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
+        formats = {name: _format(matched) for name, matched in self._tensors.items()}
+        self.formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
+        types = {name: "" if name in self.formats else matched.stored.dtype for name, matched in self._tensors.items()}
+        self._choose_type((dtype, self.shapes[name]) for name, dtype in types.items())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,15 +100,26 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._tensors[name]
         read = tensor.stored.prepare()
         parts = [*row_tiles(tensor.rows, tensor.stored.width)]
-        yield from computed_ahead(lambda part: read(*part), parts, _MOST_THREADS)
+        yield from computed_ahead(lambda part: read(*part), parts, MOST_THREADS)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        order = self.order(name)
+        return None if order is None else lambda tensor: tensor[order]
+
+    def order(self, name: str) -> torch.Tensor | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
         rope_heads = self._tensors[name].source.rope_heads
         if rope_heads is None:
             return None
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
-        return lambda tensor: tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        return torch.arange(self.shapes[name][0]).view(heads, -1, 2).transpose(1, 2).flatten()
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        if (fmt := self.formats.get(name)) is None:
+            return None
+        matched, row_bytes = self._tensors[name], fmt.stripe_bytes(self.shapes[name][1])
+        (stored,), first = matched.stored.parts, matched.rows[0].start
+        return StoredRange(stored.file, stored.offset + first * row_bytes, self.shapes[name][0] * row_bytes)
 
 
 def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:
@@ -131,6 +146,14 @@ def _require_known_type(tensor: StoredTensor) -> None:
             f"{tensor.title} has the type {tensor.dtype}, for which gguf {version('gguf')} has no dequantization; "
             "pip install -U gguf, or quantize the model to another type"
         ) from None
+
+
+def _format(matched: MatchedTensor) -> BlockFormat | None:
+    """Return the format of a matrix that rests as published: its rows are whole blocks, one behind another."""
+    stored = matched.stored
+    fmt = BLOCK_FORMATS.get(stored.dtype) if stored.is_plain and len(stored.shape) > 1 else None
+    follow = all(first.stop == second.start for first, second in pairwise(matched.rows))
+    return fmt if fmt is not None and follow and fmt.takes(stored.width) else None
 
 
 def _scale_of(name: str) -> str:

@@ -18,7 +18,7 @@ from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.files import closest, listed
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.quant.precisions import PRECISIONS, Precision, PublishedFormats, precision_named
 
 # What HELM's names of our models begin with.
 PREFIX = "flexgen/"
@@ -192,6 +192,19 @@ def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[Mo
     _, config, content = read_config(path.parent if path.is_file() else path)
     dtype = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if dtype == "bfloat16" else "float16"
+
+
+def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: str) -> Precision:
+    """Return a precision by its name, with the formats of the matrices that rest as the model's file has them.
+
+    Raises `UsageError` for an unknown one.
+    """
+    resolved, named = model if isinstance(model, ResolvedModel) else resolve(model), precision_named(precision)
+    if resolved.kind != "gguf" or resolved.entry is not None or resolved.path is None:
+        return named
+    from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
+
+    return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
 
 
 def quantized_by(model: str | os.PathLike[str]) -> str | None:

@@ -67,7 +67,7 @@ class Asked:
 
 def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
-    from flexgen_helm.checkpoint.names import read_model_config
+    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
     from flexgen_helm.planner.plan import planning_problem, simulated_gpu
     from flexgen_helm.planner.policy import Workload
     from flexgen_helm.planner.problem import MEASURED
@@ -97,7 +97,7 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         limits=allowed,
-        precision=asked.precision,
+        precision=planned_precision(model, asked.precision),
         storage_dtype=dtype,
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,

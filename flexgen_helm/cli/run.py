@@ -40,7 +40,7 @@ from flexgen_helm.files import count, duration, read_object, require_writable
 from flexgen_helm.hardware.process_state import why_no_cuda
 from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.quant.precisions import precision_named, split_precisions
+from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
     is_cpu = config.device.startswith("cpu") or (config.device == "auto" and why_no_cuda() is not None)
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
-    from flexgen_helm.checkpoint.names import read_model_config
+    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
     from flexgen_helm.planner.placement import Machine, StorageSizes
     from flexgen_helm.planner.weight_placement import least_limit, require_least_memory
 
@@ -156,7 +156,7 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
             sizes = read_model_config(model)[0]
             named = split_precisions(engine.get("precision", "")) or [model.options.get("precision", "fp16")]
             for precision in named:
-                storage = StorageSizes(sizes, precision_named(precision))
+                storage = StorageSizes(sizes, planned_precision(model, precision))
                 try:
                     require_least_memory(storage, machine, model.name)
                 except MemoryLimitError as error:

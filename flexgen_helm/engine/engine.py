@@ -100,7 +100,7 @@ class Engine:
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
         capacities = tier_capacities(options.limits, folder, pipeline.rank.local_size)
         if device.type == "cuda":
-            converts = model.precision.weights is not None or self._dtype != checkpoint.storage_dtype
+            converts = model.precision.packs or self._dtype != checkpoint.storage_dtype
             workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self.cache_format, converts=converts)
             capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
         resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
-from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.quant.precisions import Precision, PublishedFormats
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -47,9 +48,14 @@ class OpenedModel:
     why_not_float16: str = ""
     generation: GenerationSettings = GenerationSettings()
 
+    @cached_property
+    def published(self) -> PublishedFormats:
+        return PublishedFormats(self.checkpoint.formats)
+
     @property
     def precision(self) -> Precision:
-        return self.options.chosen_precision
+        """As chosen, with what the checkpoint has in fewer bits."""
+        return replace(self.options.chosen_precision, published=self.published)
 
     @property
     def compute_tier(self) -> Tier:

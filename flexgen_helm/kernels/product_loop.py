@@ -6,6 +6,7 @@ sums are those of each lane of a vector over the width, then of the lanes, then 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -50,40 +51,64 @@ def _product(builder: Any, kind: int, rows: int, outputs: int, *operands: Any) -
     x, x_row, w, w_row, width, y, y_row = operands
     x_rows = [builder.add(x, builder.mul(x_row, INT64(i))) for i in range(rows)]
     w_rows = [builder.add(w, builder.mul(w_row, INT64(j))) for j in range(outputs)]
-    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    column = builder.phi(INT64)
-    column.add_incoming(INT64(0), before)
-    sums = [[builder.phi(VECTOR) for _ in range(outputs)] for _ in range(rows)]
-    in_32_bits = builder.mul(column, INT64(4))
-    in_matrix = in_32_bits if kind == FLOAT32 else builder.mul(column, INT64(2))
-    at = [builder.add(row, in_matrix) for row in w_rows]
-    weights = [load(builder, x, VECTOR, 4) if kind == FLOAT32 else widen(builder, x, kind == BFLOAT16) for x in at]
-    # The rows of the next tile: the processor's own prefetcher stops at the end of a page.
-    ahead = builder.add(in_matrix, builder.mul(w_row, INT64(outputs)))
-    for row in w_rows:
-        prefetch(builder, builder.add(row, ahead))
-    values = [load(builder, builder.add(row, in_32_bits), VECTOR, 4) for row in x_rows]
-    results = [
-        [multiply_add(builder, value, weight, total) for weight, total in zip(weights, row_sums)]
-        for value, row_sums in zip(values, sums)
-    ]
-    for total, result in zip(chain(*sums), chain(*results)):
-        total.add_incoming(ir.Constant(VECTOR, [0.0] * LANES), before)
-        total.add_incoming(result, loop)
-    following = builder.add(column, INT64(LANES))
-    column.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
-    builder.position_at_end(behind)
-    totals, numbers = _totals(builder, list(chain(*results)))
+    num_bytes = LANES * (4 if kind == FLOAT32 else 2)
+
+    def weights(at: list[Any]) -> Iterator[list[Any]]:
+        yield [load(builder, w, VECTOR, 4) if kind == FLOAT32 else widen(builder, w, kind == BFLOAT16) for w in at]
+        # The rows of the next tile: the processor's own prefetcher stops at the end of a page.
+        for row in at:
+            prefetch(builder, builder.add(row, builder.mul(w_row, INT64(outputs))))
+
+    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    steps = builder.sdiv(width, INT64(LANES))
+    sums = accumulate(builder, [[zero] * outputs] * rows, x_rows, w_rows, steps, (LANES, num_bytes), weights)
+    vector, numbers = totals(builder, list(chain(*sums)))
     for i in range(rows):
         lanes = ir.Constant(ir.VectorType(INT32, outputs), [numbers.index(i * outputs + j) for j in range(outputs)])
-        row = builder.shuffle_vector(totals, totals, lanes)
+        row = builder.shuffle_vector(vector, vector, lanes)
         store(builder, row, builder.add(y, builder.mul(y_row, INT64(i))), 4)
 
 
-def _totals(builder: Any, vectors: list[Any]) -> tuple[Any, list[int]]:
+def accumulate(
+    builder: Any,
+    sums: list[list[Any]],
+    x_rows: list[Any],
+    w_rows: list[Any],
+    steps: Any,
+    step: tuple[int, int],
+    weights: Callable[[list[Any]], Iterable[list[Any]]],
+) -> list[list[Any]]:
+    """Add the products of x_rows[i] and w_rows[j] to the vector sums[i][j], lane by lane; there is a step at least.
+
+    step: values, and bytes of a row of the matrix.
+    weights: of addresses in its rows, the vectors of a step, one of all rows after the other.
+    """
+    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    number = builder.phi(INT64)
+    number.add_incoming(INT64(0), before)
+    begun = [[builder.phi(VECTOR) for _ in row_sums] for row_sums in sums]
+    in_x, in_matrix = (builder.mul(number, INT64(size)) for size in (4 * step[0], step[1]))
+    results = begun
+    for vector, tile in enumerate(weights([builder.add(row, in_matrix) for row in w_rows])):
+        at = builder.add(in_x, INT64(4 * LANES * vector))
+        values = [load(builder, builder.add(row, at), VECTOR, 4) for row in x_rows]
+        results = [
+            [multiply_add(builder, value, weight, total) for weight, total in zip(tile, row_sums)]
+            for value, row_sums in zip(values, results)
+        ]
+    for phi, total, result in zip(chain(*begun), chain(*sums), chain(*results)):
+        phi.add_incoming(total, before)
+        phi.add_incoming(result, loop)
+    following = builder.add(number, INT64(1))
+    number.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, behind)
+    builder.position_at_end(behind)
+    return results
+
+
+def totals(builder: Any, vectors: list[Any]) -> tuple[Any, list[int]]:
     """Return a vector with the sum of each of some vectors, and which one's sum a lane has.
 
     Each step adds the halves of groups of lanes, and keeps the results of two vectors in one.

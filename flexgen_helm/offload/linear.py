@@ -16,7 +16,8 @@ from torch import Tensor
 from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.planner.placement import HOST_UPCAST_ELEMENTS
 from flexgen_helm.planner.workspace import upcast_elements
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.block_products import block_matmul
+from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
 
 _thread_local = threading.local()
@@ -26,7 +27,7 @@ def tiled_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    fmt: GroupFormat | None = None,
+    fmt: StoredFormat | None = None,
     rows: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -41,6 +42,9 @@ def tiled_linear(
         if (y := linear_as_stored(x, weight, bias, batch_invariant)) is not None:
             return y
         rows = weight.shape[0]
+    elif isinstance(fmt, BlockFormat):
+        if (y := block_matmul(x, weight, fmt, bias, batch_invariant)) is not None:
+            return y
     elif not batch_invariant and (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:
         return y
     width, stripe = x.shape[1], 1 if fmt is None else fmt.stripe_rows
@@ -73,7 +77,7 @@ def joined(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
     return out
 
 
-def dequantize_tiled(packed: Tensor, fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def dequantize_tiled(packed: Tensor, fmt: StoredFormat, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Dequantize packed stripes to a matrix [rows, width]."""
     out = torch.empty((rows, width), dtype=dtype, device=packed.device)
     step = _tile_stripes(rows, width, fmt.stripe_rows, packed.device)

@@ -5,8 +5,8 @@ of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file
 
 The matrices of an expert are loaded together, and share a weight file.
 
-A matrix that a file of the checkpoint has in its storage format is read from there, if that file is on the disk of the
-offload directory. It has no weight file, and its values are checked once.
+A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is read from there, if
+that file is on the disk of the offload directory. It has no weight file, and its values are checked once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain
 from math import prod
@@ -40,9 +41,9 @@ from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS, StorageSizes
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
-from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.quant.precisions import Precision, PublishedFormats
 
 # Matrices for which the disk of an offload directory has room already: no copy of them is written.
 
@@ -60,6 +61,7 @@ def bytes_at_rest(
     if weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=weights, seed=seed)
+    precision = replace(precision, published=PublishedFormats(checkpoint.formats))
     sizes = StorageSizes(checkpoint.config, precision).matrices
     return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
 
@@ -73,8 +75,9 @@ class WeightsAtRest:
 
     def range_of(self, name: str) -> StoredRange | None:
         """Return where the checkpoint has a matrix as it is read, if that file is on the directory's disk."""
-        is_matrix = len(self._checkpoint.shapes[name]) == 2 and self._precision.format_of(name) is None
-        stored = self._checkpoint.stored_range(name) if is_matrix else None
+        is_matrix = len(self._checkpoint.shapes[name]) == 2
+        as_published = is_matrix and not isinstance(self._precision.format_of(name), GroupFormat)
+        stored = self._checkpoint.stored_range(name) if as_published else None
         if stored is None:
             return None
         path = stored.file.path
@@ -82,10 +85,11 @@ class WeightsAtRest:
             self._shares_disk[path] = path.stat().st_dev == existing_folder(self._folder).stat().st_dev
         return stored if self._shares_disk[path] else None
 
-    def label(self, is_packed: bool) -> str:
-        """Return what tells the weight files of a precision from others of the checkpoint."""
-        dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
-        return self._precision.weights_label if is_packed else dtype
+    def label(self, fmt: StoredFormat | None) -> str:
+        """Return what tells the weight files of a format from others of the checkpoint."""
+        if isinstance(fmt, GroupFormat):
+            return self._precision.weights_label
+        return "published" if fmt else str(self._checkpoint.storage_dtype).removeprefix("torch.")
 
     def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
         """Return the bytes of matrices that need no more room: where the checkpoint has them, or a weight file does.
@@ -96,7 +100,7 @@ class WeightsAtRest:
         in_place = sum(size for name, size in sizes.items() if self.range_of(name) is not None)
         if not with_written:
             return in_place
-        labels = {self.label(is_packed) for is_packed in (True, False)}
+        labels = {self.label(self._precision.format_of(name)) for name in sizes}
         written = sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels)
         return in_place + min(written, sum(sizes.values()) - in_place)
 
@@ -256,9 +260,15 @@ class MatrixLoader:
             if expert is not None and len(shape) == 2 and self._at_rest.range_of(name) is None:
                 self._experts.setdefault(expert, []).append(name)
 
-    def format_of(self, name: str) -> GroupFormat | None:
+    def format_of(self, name: str) -> StoredFormat | None:
         """Return how a tensor is packed; None if it has the checkpoint's 16-bit dtype."""
         return self._precision.format_of(name) if len(self._checkpoint.shapes[name]) == 2 else None
+
+    def order(self, name: str) -> Tensor | None:
+        """Return which row of a matrix as it rests is each of its rows; None if all are in order."""
+        if not isinstance(self.format_of(name), BlockFormat) or (order := self._checkpoint.order(name)) is None:
+            return None
+        return order.to(self._tiers.device)
 
     def num_bytes(self, name: str) -> int:
         """Return the size of a tensor in its storage format."""
@@ -272,8 +282,13 @@ class MatrixLoader:
             target = copy_engine.device_memory(shape, dtype or stored)
             _copy_tiles(self._content(name), target, lambda part, tile: copy_engine.to_device(tile.to(dtype), part))
             return target
-        if self.format_of(name) is not None:
+        fmt = self.format_of(name)
+        if isinstance(fmt, GroupFormat):
             return self._read_packed(name)
+        if fmt is not None:
+            packed = self._pages.empty(shape, dtype=stored)
+            _copy_tiles(self._checkpoint.packed_tiles(name), packed)
+            return packed
         empty = self._pages.empty if dtype in (None, stored) else torch.empty
         return self._checkpoint.tensor(name, empty).to(dtype)
 
@@ -291,7 +306,7 @@ class MatrixLoader:
             file, offset = self._file(name)
             return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
         tiles = self._read("verify", self._tiles(name))
-        self._weight_files(is_packed=False).ensure_checked(name, tiles)
+        self._weight_files(self.format_of(name)).ensure_checked(name, tiles)
         return DiskMatrix(
             self._tiers,
             self._keep(CheckpointFile(stored.file, self._tiers.disk_rates)),
@@ -324,22 +339,25 @@ class MatrixLoader:
         expert = expert_of(name)
         names = [name] if expert is None else self._experts[expert]
         offsets = [0, *accumulate(aligned(self.num_bytes(member)) for member in names)]
-        files = self._weight_files(any(self.format_of(member) for member in names))
+        files = self._weight_files(next((fmt for member in names if (fmt := self.format_of(member))), None))
         padding = {member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)] for member in names}
         tiles = self._read("convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names))
         return files.ensure(expert or name, offsets[-1], tiles), offsets[names.index(name)]
 
     def _tiles(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format."""
-        fmt, tiles = self.format_of(name), self._checkpoint.tiles(name)
-        return tiles if fmt is None else _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
+        fmt = self.format_of(name)
+        if isinstance(fmt, GroupFormat):
+            return _packed_tiles(self._checkpoint.tiles(name), fmt, self._checkpoint.shapes[name][1])
+        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name)
 
     def _content(self, name: str) -> Iterable[Tensor]:
-        """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed."""
-        return [self._read_packed(name).view(-1)] if self.format_of(name) else self._checkpoint.tiles(name)
+        """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed here."""
+        is_packed_here = isinstance(self.format_of(name), GroupFormat)
+        return [self._read_packed(name).view(-1)] if is_packed_here else self._tiles(name)
 
-    def _weight_files(self, is_packed: bool) -> WeightFiles:
-        label = self._at_rest.label(is_packed)
+    def _weight_files(self, fmt: StoredFormat | None) -> WeightFiles:
+        label = self._at_rest.label(fmt)
         if label not in self._files:
             self._files[label] = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
         return self._files[label]

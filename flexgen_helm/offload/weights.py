@@ -53,7 +53,7 @@ from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.scheduling.scheduler import StageVisit
 
@@ -71,14 +71,16 @@ class Weight:
     resident: on the compute device; None if it is offloaded.
     offloaded: None if it is resident.
     expert: the expert whose matrix it is, if that is offloaded.
+    order: which row of the matrix is each output [rows]; None if all are in order.
     """
 
     rows: int
     width: int
-    fmt: GroupFormat | None
+    fmt: StoredFormat | None
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
     expert: str | None = None
+    order: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,8 +162,8 @@ class TieredWeights:
             else:
                 self._claim(tier, "weights", loader.num_bytes(name))
                 matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
-                fmt, expert = loader.format_of(name), expert_of(name)
-                self.tensors[name] = Weight(shape[0], shape[-1], fmt, offloaded=matrix, expert=expert)
+                fmt, expert, order = loader.format_of(name), expert_of(name), loader.order(name)
+                self.tensors[name] = Weight(shape[0], shape[-1], fmt, None, matrix, expert, order)
         report(ProgressPhase("load", done=total, total=total))
         if self._config.tied_head and self._config.has_head:
             self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
@@ -270,14 +272,14 @@ class TieredWeights:
         fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
-            return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
+            return Weight(shape[0], shape[-1], fmt, loader.to_device(name), order=loader.order(name))
         dtype = torch.float32 if self._config.has_float32(name) else self.dtype
         self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
         if fmt is not None:
             copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self.dtype)
         else:
             copy = loader.to_device(name, dtype)
-        return Weight(shape[0], shape[-1], None, copy)
+        return Weight(shape[0], shape[-1], None, copy, order=loader.order(name))
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
@@ -358,6 +360,13 @@ class _StageView(StageWeights):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
+        if weight.order is None:
+            return self._product(name, weight, x, bias)
+        y = self._product(name, weight, x, None).index_select(1, weight.order)
+        return y if bias is None else y.add_(bias)
+
+    def _product(self, name: str, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply with a matrix whose rows are in the order in which they rest."""
         fmt, out_size, invariant = weight.fmt, weight.rows, self._weights.batch_invariant
         if weight.resident is not None:
             return tiled_linear(x, weight.resident, bias, fmt, out_size, invariant)
@@ -380,7 +389,8 @@ class _StageView(StageWeights):
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
-        resident = [weight.resident for weight in matrices if weight.resident is not None and weight.fmt is None]
+        plain = [weight for weight in matrices if weight.fmt is None and weight.order is None]
+        resident = [weight.resident for weight in plain if weight.resident is not None]
         products = None
         if len(resident) == len(names):
             products = amx_matmuls(x, resident, self._weights.batch_invariant)

@@ -33,7 +33,7 @@ from flexgen_helm.planner.problem import (
     PlanningProblem,
     affine,
 )
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.
@@ -241,8 +241,8 @@ class _Pass:
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
         used = self._expert_reads * problem.layer_expert_elements * config.num_layers
         for elements, fmt, rows, times in (
-            (always, problem.precision.weights, batch_rows, batches),
-            (used, problem.precision.weights, expert_rows, tiles),
+            (always, problem.layer_format, batch_rows, batches),
+            (used, problem.layer_format, expert_rows, tiles),
             (problem.head_elements, head_format, head_rows, batches),
         ):
             converted, read = self._conversion_and_reading(elements, fmt, rows, times)
@@ -278,7 +278,7 @@ class _Pass:
         return {name: slowdown * form for name, form in forms.items()}
 
     def _conversion_and_reading(
-        self, elements: float, fmt: GroupFormat | None, rows: float, products: float
+        self, elements: float, fmt: StoredFormat | None, rows: float, products: float
     ) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
@@ -286,8 +286,12 @@ class _Pass:
             are. So does a CPU, which takes as long for it as for dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
-        is_fused = self.converts and rows <= problem.fused_rows(fmt)
         conversions = problem.conversions(products) if self.converts else 0.0
+        if isinstance(fmt, BlockFormat):
+            if problem.multiplies_as_stored:
+                return 0.0, elements * fmt.block_bytes / fmt.block_values
+            return conversions * elements / processor.dequantize_elements_s, elements * work
+        is_fused = self.converts and rows <= problem.fused_rows(fmt)
         if is_fused and fmt is not None:
             seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
             return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size

@@ -261,7 +261,9 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
         if name == made.problem.precision.name:
             plans[name] = made
             continue
-        problem = replace(made.problem, precision=precision_named(name))
+        problem = replace(
+            made.problem, precision=replace(precision_named(name), published=made.problem.precision.published)
+        )
         with suppress(MemoryLimitError):
             found = search(problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency)
             plans[name] = Plan(problem, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -46,7 +47,7 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.policy import Policy, Schedule, Workload
 from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import GroupFormat, StoredFormat
 from flexgen_helm.quant.precisions import Precision
 
 # Affine forms over the nine placement fractions, which every cost is made of.
@@ -283,6 +284,14 @@ class PlanningProblem:
         return storage_sizes(self.config, self.precision)
 
     @cached_property
+    def layer_format(self) -> StoredFormat | None:
+        """Format of most matrices of the layers; None for 16 bits."""
+        formats = Counter(
+            self.precision.format_of(name) for name in self.storage.matrices if name.startswith("layers.")
+        )
+        return formats.most_common(1)[0][0]
+
+    @cached_property
     def stored_bytes(self) -> int:
         """Bytes of all weights as stored."""
         return sum(self.storage.matrices.values())
@@ -515,7 +524,7 @@ class PlanningProblem:
 
     @cached_property
     def workspace(self) -> Workspace:
-        converts = self.precision.weights is not None or self.compute_bytes > 2
+        converts = self.precision.packs or self.compute_bytes > 2
         return Workspace(self.config, self.compute_bytes, self.compute_tier, self.precision.cache, converts=converts)
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:

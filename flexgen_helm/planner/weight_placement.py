@@ -3,7 +3,7 @@
 The rule of thumb:
 
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
-  A host whose products read matrices in 16 bits keeps those as stored.
+  A host whose products read matrices as they rest keeps all as stored.
 - Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
@@ -142,7 +142,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
 
 def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
     """Return whether weights that are all resident are kept in the compute dtype: if that is of use, and they fit."""
-    if machine.multiplied_as_stored is not None and model.precision.weights is None:
+    if machine.multiplied_as_stored is not None:
         return False
     needed = model.num_values * machine.compute_bytes + model.vector_bytes(machine.compute_bytes)
     return needed <= COPIES_SHARE * machine.compute_limit

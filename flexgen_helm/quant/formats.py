@@ -1,4 +1,5 @@
-"""Formats of quantized matrices: bits, groups, and the encoding of scales. No torch.
+"""Formats of quantized matrices: what the program itself packs (`GroupFormat`), and the stored types of published
+files (`BlockFormat`, in the table `BLOCK_FORMATS`). No torch.
 
     group    `group_size` neighbouring values that share one scale and one zero point
     codes    those values as integers 0 … 2^bits - 1
@@ -13,8 +14,9 @@ The last group of a row (axis 'in') or of a column (axis 'out') is padded to a w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import Identified
@@ -83,3 +85,184 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
 
     def packed_bytes(self, rows: int, width: int) -> int:
         return self.num_stripes(rows) * self.stripe_bytes(width)
+
+
+StoredFormat: TypeAlias = "GroupFormat | BlockFormat"
+
+# ---- stored types of published files ----
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Some bits of each number of a block: number i has them in byte `bytes[i]`, from bit `shifts[i]` on."""
+
+    width: int
+    bytes: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a block.
+
+    parts: their bits, the lowest first.
+    zero: is subtracted from the integer that the bits are.
+    signed: the highest of 8 bits is the integer's sign.
+    table: what the integer names; None for itself.
+    is_half: the bits are a float16.
+    """
+
+    parts: tuple[Bits, ...]
+    zero: int = 0
+    signed: bool = False
+    table: tuple[float, ...] | None = None
+    is_half: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.parts[0].bytes)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
+
+        value[i] = code[i] scale[i] + offset[i]        in float32, rounded after each operation
+
+    name: what files call it.
+    block_values, block_bytes: of a block.
+    codes: of its values.
+    scales: factors of the scale, multiplied in this order: one for the block, or one for each of its equal parts.
+    offsets: likewise of the offset, which is 0 where there are none.
+    subtracts: the offset is subtracted.
+    """
+
+    name: str
+    block_values: int
+    block_bytes: int
+    codes: Numbers
+    scales: tuple[Numbers, ...]
+    offsets: tuple[Numbers, ...] = ()
+    subtracts: bool = False
+    axis: ClassVar[Axis] = "in"
+    stripe_rows: ClassVar[int] = 1
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take longer than a product's call
+
+    def takes(self, width: int) -> bool:
+        """Whether rows of `width` values are whole blocks."""
+        return width % self.block_values == 0
+
+    def stripe_bytes(self, width: int) -> int:
+        return width // self.block_values * self.block_bytes
+
+    def num_stripes(self, rows: int) -> int:
+        return rows
+
+    def packed_bytes(self, rows: int, width: int) -> int:
+        return rows * self.stripe_bytes(width)
+
+
+def _bits(count: int, at: int, width: int, span: int, shift: int = 0) -> Bits:
+    """Return bits of numbers in chunks of `span` bytes: a chunk has one number of each byte, then the next of each."""
+    per_byte, numbers = 8 // width, range(count)
+    places = tuple(at + i // (span * per_byte) * span + i % span for i in numbers)
+    return Bits(width, places, tuple(shift + width * (i // span % per_byte) for i in numbers))
+
+
+def _half(at: int) -> Numbers:
+    return Numbers((_bits(1, at, 8, 1), _bits(1, at + 1, 8, 1)), is_half=True)
+
+
+def _k_scales(at: int) -> tuple[Numbers, Numbers]:
+    """Eight scales and eight minimums of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
+    scales = Bits(4, (*range(at, at + 4), *range(at + 8, at + 12)), (0,) * 8)
+    minimums = Bits(4, tuple(range(at + 4, at + 12)), (0,) * 4 + (4,) * 4)
+    return Numbers((scales, _bits(8, at, 2, 4, 4))), Numbers((minimums, _bits(8, at + 4, 2, 4, 4)))
+
+
+# Twice the values of E2M1; scales beside them are halved.
+_FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+_HALF_E8M0 = tuple(2.0 ** (exponent - 128) for exponent in range(256))
+# E4M3 without a sign: the bit in its place counts nothing, and what would be NaN is 0.
+_HALF_E4M3 = tuple(
+    0.0 if e == 0x7F else 2.0 ** (max(e >> 3 & 15, 1) - 8) * ((e & 7) / 8 + (e >> 3 & 15 > 0)) for e in range(256)
+)
+_IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+
+# GGUF: what its type is called, values and bytes of a block, and where they are.
+BLOCK_FORMATS: Mapping[str, BlockFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        BlockFormat("Q4_0", 32, 18, Numbers((_bits(32, 2, 4, 16),), zero=8), (_half(0),)),
+        BlockFormat("Q4_1", 32, 20, Numbers((_bits(32, 4, 4, 16),)), (_half(0),), (_half(2),)),
+        BlockFormat("Q5_0", 32, 22, Numbers((_bits(32, 6, 4, 16), _bits(32, 2, 1, 1)), zero=16), (_half(0),)),
+        BlockFormat("Q5_1", 32, 24, Numbers((_bits(32, 8, 4, 16), _bits(32, 4, 1, 1))), (_half(0),), (_half(2),)),
+        BlockFormat("Q8_0", 32, 34, Numbers((_bits(32, 2, 8, 32),), signed=True), (_half(0),)),
+        BlockFormat(
+            "Q2_K",
+            256,
+            84,
+            Numbers((_bits(256, 16, 2, 32),)),
+            (_half(80), Numbers((_bits(16, 0, 4, 16),))),
+            (_half(82), Numbers((_bits(16, 0, 4, 16, 4),))),
+            subtracts=True,
+        ),
+        BlockFormat(
+            "Q3_K",
+            256,
+            110,
+            Numbers((_bits(256, 32, 2, 32), _bits(256, 0, 1, 32)), zero=4),
+            (_half(108), Numbers((_bits(16, 96, 4, 8), _bits(16, 104, 2, 4)), zero=32)),
+        ),
+        BlockFormat(
+            "Q4_K",
+            256,
+            144,
+            Numbers((_bits(256, 16, 4, 32),)),
+            (_half(0), _k_scales(4)[0]),
+            (_half(2), _k_scales(4)[1]),
+            subtracts=True,
+        ),
+        BlockFormat(
+            "Q5_K",
+            256,
+            176,
+            Numbers((_bits(256, 48, 4, 32), _bits(256, 16, 1, 32))),
+            (_half(0), _k_scales(4)[0]),
+            (_half(2), _k_scales(4)[1]),
+            subtracts=True,
+        ),
+        BlockFormat(
+            "Q6_K",
+            256,
+            210,
+            Numbers((_bits(256, 0, 4, 64), _bits(256, 128, 2, 32)), zero=32),
+            (_half(208), Numbers((_bits(16, 192, 8, 16),), signed=True)),
+        ),
+        BlockFormat("IQ4_NL", 32, 18, Numbers((_bits(32, 2, 4, 16),), table=_IQ4), (_half(0),)),
+        BlockFormat(
+            "IQ4_XS",
+            256,
+            136,
+            Numbers((_bits(256, 8, 4, 16),), table=_IQ4),
+            (_half(0), Numbers((_bits(8, 4, 4, 1), _bits(8, 2, 2, 1)), zero=32)),
+        ),
+        BlockFormat(
+            "MXFP4",
+            32,
+            17,
+            Numbers((_bits(32, 1, 4, 16),), table=_FP4),
+            (Numbers((_bits(1, 0, 8, 1),), table=_HALF_E8M0),),
+        ),
+        BlockFormat(
+            "NVFP4",
+            64,
+            36,
+            Numbers((_bits(64, 4, 4, 8),), table=_FP4),
+            (Numbers((_bits(4, 0, 8, 4),), table=_HALF_E4M3),),
+        ),
+        BlockFormat("TQ2_0", 256, 66, Numbers((_bits(256, 0, 2, 32),), zero=1), (_half(64),)),
+    )
+}

@@ -21,7 +21,8 @@ from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table
-from flexgen_helm.quant.formats import Axis, GroupFormat, Scales
+from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 
 Result = TypeVar("Result")
@@ -34,8 +35,10 @@ _SCALES: tuple[Scales, ...] = ("pair", "word")
 _TORCH_ELEMENTS = 1 << 20
 
 
-def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
+def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
+    if isinstance(fmt, BlockFormat):
+        return decode_into(packed, fmt, out)
     if fmt.has_kernels and out.is_contiguous():
         if _is_for_triton(packed, out):
             done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import Identified, text_of
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 
 # Group of tokens in a cache that is sparse but not quantized: the group size of `4bit-s`.
 _PLAIN_GROUP = 64
@@ -122,6 +123,19 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
     return plain if fmt is None else (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
 
 
+@dataclass(frozen=True, eq=False)
+class PublishedFormats(Identified, name="PublishedFormats"):
+    """The formats of a checkpoint's matrices that rest as published, by name.
+
+    They are no part of a precision's text: the checkpoint's fingerprint says which it has.
+    """
+
+    by_name: Mapping[str, BlockFormat]
+
+    def identity_text(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True)
 class Precision(Identified, name="Precision", first_version="name weights tables cache"):
     """What a precision of the product quantizes, and how.
@@ -134,12 +148,14 @@ class Precision(Identified, name="Precision", first_version="name weights tables
     tables: format of embedding tables and head, along the inputs, because rows are looked up one by one; None for the
         checkpoint's 16 bits.
     cache: None for the compute type.
+    published: of the matrices that the precision leaves as they are, those that rest in the checkpoint's own bytes.
     """
 
     name: str
     weights: GroupFormat | None = None
     cache: CacheFormat | None = None
     tables: GroupFormat | None = None
+    published: PublishedFormats = field(default=PublishedFormats(MappingProxyType({})), repr=False)
 
     def __post_init__(self) -> None:
         if self.tables is not None and self.tables.axis != "in":
@@ -155,11 +171,17 @@ class Precision(Identified, name="Precision", first_version="name weights tables
         """Name of the packed weights' files, which changes with the formats of weights and tables alone."""
         return f"packed-{_digest((self.weights, self.tables))}"
 
-    def format_of(self, tensor: str) -> GroupFormat | None:
+    @property
+    def packs(self) -> bool:
+        """Whether matrices rest in less than 16 bits, packed here or as published."""
+        return self.weights is not None or bool(self.published.by_name)
+
+    def format_of(self, tensor: str) -> StoredFormat | None:
         """Format of the matrix `tensor` (its canonical name); None if it is not quantized."""
-        if tensor.endswith(".router.weight"):
-            return None
-        return self.weights if tensor.startswith("layers.") else self.tables
+        fmt = self.weights if tensor.startswith("layers.") else self.tables
+        if fmt is None or tensor.endswith(".router.weight"):
+            return self.published.by_name.get(tensor)
+        return fmt
 
 
 def _digest(formats: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from flexgen_helm.quant.formats import BLOCK_FORMATS
 
 Kind = gguf.GGMLQuantizationType
 SMALL_TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
@@ -162,3 +165,19 @@ def gguf_of(folder: Path, path: Path, kind: Kind) -> Path:
         "tokenizer.ggml.eos_token_id": model.config.eos_token_id,
     }  # fmt: skip
     return write_gguf(path, "llama", keys, ((n, x, kind if x.ndim > 1 else Kind.F32) for n, x in tensors.items()))
+
+
+def random_blocks(kind: Kind, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Draw bytes of a quantized tensor whose values are small: every code, and scales near a hundredth."""
+    fmt = BLOCK_FORMATS[kind.name]
+    blocks = draw.integers(0, 256, (prod(shape) // fmt.block_values, fmt.block_bytes), dtype=np.uint8)
+    largest = 1e-2 / 2 ** (sum(part.width for part in fmt.scales[1].parts) if len(fmt.scales) > 1 else 2)
+    for numbers in (*fmt.scales, *fmt.offsets):
+        for at in range(numbers.count):
+            if numbers.is_half:
+                scale = draw.uniform(-largest, largest, len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+                blocks[:, [part.bytes[at] for part in numbers.parts]] = scale
+            elif numbers.table is not None:
+                small = [code for code, value in enumerate(numbers.table) if 1e-3 < value < 1e-2]
+                blocks[:, numbers.parts[0].bytes[at]] = draw.choice(small, len(blocks))
+    return blocks.reshape(*shape[:-1], -1)

@@ -1,0 +1,89 @@
+"""Rows of blocks (`BlockFormat`) decoded, and multiplied as they rest on the host (`block_loop`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.kernels.amx import has_amx
+from flexgen_helm.kernels.layer_rows import add_bias
+from flexgen_helm.kernels.team import empty, run_on_threads
+from flexgen_helm.kernels.trial import Loops
+from flexgen_helm.quant.blocks import decode
+from flexgen_helm.quant.formats import BlockFormat
+
+# Values that plain torch decodes at once: it takes about 20 bytes for each.
+_TORCH_ELEMENTS = 1 << 20
+# Weights, times rows of x in fours, that occupy a thread for longer than it takes to wake.
+_THREAD_ELEMENTS = 1 << 17
+# Rows of x from which on the matrix unit is faster, with decoded tiles.
+_AMX_ROWS = 28
+
+
+def block_matmul(
+    x: Tensor, packed: Tensor, fmt: BlockFormat, bias: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor | None:
+    """x [T, in] times packed rows [out, row bytes] transposed, plus bias [out] -> [T, out]; None where there is no way.
+
+    Equals `vector_matmul` with the decoded matrix, bit for bit. The matrix unit takes decoded tiles instead: many rows,
+    or any number where `batch_invariant`.
+
+    x, bias: in float32; packed: at any address, the bytes of a row are neighbours.
+    """
+    count, width = x.shape
+    if not (count and x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(1) == 1):
+        return None
+    if has_amx() and (batch_invariant or count >= _AMX_ROWS):
+        return None
+    if not _takes(packed, fmt, width) or (module := _loops(fmt)()) is None:
+        return None
+    y = empty((count, packed.shape[0]))
+    arguments = [x.data_ptr(), 4 * x.stride(0), packed.data_ptr(), packed.stride(0), y.data_ptr(), 4 * y.stride(0)]
+    arguments += [*y.shape, width // fmt.block_values, fmt.block_values, fmt.block_bytes, module.few_rows(fmt)]
+    multiply, _ = module.loops(fmt)
+    run_on_threads(multiply.address, arguments, width * packed.shape[0] * -(-count // 4) // _THREAD_ELEMENTS)
+    return y if bias is None else add_bias(y, bias)
+
+
+def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
+    """Bytes [rows, row bytes] -> `out` [rows, width] in the compute dtype; returns it."""
+    rows, width = out.shape
+    on_host = out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1
+    if on_host and _takes(packed, fmt, width) and (module := _loops(fmt)()) is not None:
+        arguments = [packed.data_ptr(), packed.stride(0), out.data_ptr(), 4 * out.stride(0), rows]
+        _, loop = module.loops(fmt)
+        run_on_threads(loop.address, [*arguments, width // fmt.block_values], out.numel() // _THREAD_ELEMENTS)
+        return out
+    step = max(1, _TORCH_ELEMENTS // width)
+    for first in range(0, rows, step):
+        out[first : first + step].copy_(decode(packed[first : first + step], fmt))
+    return out
+
+
+def _takes(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
+    on_host = packed.device.type == "cpu" and packed.dtype == torch.uint8 and packed.stride(1) == 1
+    return on_host and fmt.takes(width) and 0 < packed.numel() and packed.shape[1] == fmt.stripe_bytes(width)
+
+
+@cache
+def _loops(fmt: BlockFormat) -> Loops:
+    return Loops(f"products with {fmt.name}", "flexgen_helm.quant.block_loop", partial(_examples, fmt), tolerance=0.0)
+
+
+def _examples(fmt: BlockFormat) -> Iterator[Callable[[], Tensor]]:
+    """Values, and sums of one term, which nothing rounds: few rows of x, and many."""
+    width = 2 * fmt.block_values
+    numbers = torch.arange(7 * fmt.stripe_bytes(width), device="cpu").mul(2654435761) >> 16
+    packed = (numbers & 0b10111011).to(torch.uint8).view(7, -1)  # scales are finite without these bits
+    yield lambda: decode_into(packed, fmt, empty((7, width)))
+    for count in (3, 19):
+        columns = torch.arange(count, device="cpu").mul(5).remainder(width)
+        yield partial(_product, torch.eye(width, dtype=torch.float32, device="cpu")[columns], packed, fmt)
+
+
+def _product(x: Tensor, packed: Tensor, fmt: BlockFormat) -> Tensor:
+    y = block_matmul(x, packed, fmt)
+    return x @ decode(packed, fmt).t() if y is None else y
