@@ -38,7 +38,7 @@ def _has(feature: str) -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get(feature))
 
 
-HAS_AVX512 = _has("avx512f")
+HAS_AVX2, HAS_AVX512 = _has("avx2"), _has("avx512f")
 # Tile registers and products of bfloat16 tiles, beside vectors of 16 numbers.
 HAS_AMX = HAS_AVX512 and _has("amx-tile") and _has("amx-bf16")
 # Numbers of a vector register.

@@ -9,7 +9,7 @@ Both multiply the same float32 weights, in the order of sums that `product_loop`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
     FLOAT,
+    HAS_AVX2,
     HAS_AVX512,
     INT16,
     INT32,
@@ -33,14 +35,12 @@ from flexgen_helm.kernels.emit import (
     done,
     ir_statement,
     load,
-    njit,
     operands,
     part_of_thread,
     prefetch,
     store,
 )
 from flexgen_helm.kernels.product_loop import TILE_OUTPUTS, TILE_ROWS, accumulate, totals
-from flexgen_helm.quant import formats
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next: it stays in the
@@ -56,10 +56,9 @@ _decode_blocks: Any = None
 @cache
 def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     """Return `multiply` and `decode` for a format; raises `NotImplementedError` where the processor has no halves."""
-    if not CONVERTS_HALVES and any(numbers.is_half for numbers in (*fmt.scales, *fmt.offsets)):
+    if not CONVERTS_HALVES and any(n.floating in ("F16", "F8_E5M2") for n in (fmt.codes, *fmt.scales, *fmt.offsets)):
         raise NotImplementedError("this processor does not convert 16-bit numbers")
-    sources = b"".join(Path(path).read_bytes() for path in (__file__, formats.__file__))
-    digest = hashlib.sha256(sources + repr(fmt).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(fmt).encode()).hexdigest()[:16]
     # numba compiles what a function's globals are, and keeps it by the function's name.
     names = {
         **globals(),
@@ -75,11 +74,14 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
 
 def few_rows(fmt: BlockFormat) -> int:
     """Return up to how many rows of x weights are decoded in registers: what has several parts takes longer."""
-    return TILE_ROWS if len(fmt.codes.parts) > 1 else 2 * TILE_ROWS
+    return 2 * TILE_ROWS if HAS_AVX512 and len(fmt.codes.parts) == 1 and not fmt.codes.floating else TILE_ROWS
 
 
 def _decode_rows(address: Any) -> None:
-    """Arguments: packed rows, bytes from one to the next, target rows in float32, bytes of them, rows, blocks of one."""
+    """Fill rows with float32 values.
+
+    Arguments: packed rows, bytes of one, rows to fill, bytes of one, rows, blocks of one.
+    """
     part, parts = part_of_thread(address)
     w, w_row, target, target_row, rows, blocks = operands(address, 6)
     for row in range(rows * part // parts, rows * (part + 1) // parts):
@@ -127,8 +129,8 @@ def _multiply(address: Any) -> None:
                 for row in range(first_row, last_row + 1, TILE_ROWS):
                     from_x = x + row * x_row + block * block_values * 4
                     for output in range(first, last + 1, TILE_OUTPUTS):
-                        given = from_x, x_row, last_row - row, decoded + (output - first) * row_bytes, row_bytes
-                        _add_floats((*given, last - output, number * block_values // LANES, tile))
+                        from_tile = decoded + (output - first) * row_bytes, row_bytes, last - output
+                        _add_floats((from_x, x_row, last_row - row, *from_tile, number * block_values // LANES, tile))
                         tile += tile_bytes
             tile = at_sums
             for row in range(first_row, last_row + 1, TILE_ROWS):
@@ -202,21 +204,13 @@ def _store_totals(builder: Any, sums: list[list[Any]], y: Any, y_row: Any, last:
 
 
 def _decode(fmt: BlockFormat, builder: Any, packed: Any, blocks: Any, target: Any, ahead: Any) -> None:
-    """Decode blocks of a row; there is one at least. ahead: bytes to those that come after them."""
-    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    number = builder.phi(INT64)
-    number.add_incoming(INT64(0), before)
-    block = builder.add(packed, builder.mul(number, INT64(fmt.block_bytes)))
-    to = builder.add(target, builder.mul(number, INT64(4 * fmt.block_values)))
-    _prefetch(builder, fmt, builder.add(block, ahead))
-    for vector, weights in enumerate(_weights(builder, fmt, block)):
-        store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
-    following = builder.add(number, INT64(1))
-    number.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, blocks), loop, behind)
-    builder.position_at_end(behind)
+    """Decode blocks of a row. ahead: bytes to those that come after them."""
+    with cgutils.for_range(builder, blocks) as loop:
+        block = builder.add(packed, builder.mul(loop.index, INT64(fmt.block_bytes)))
+        to = builder.add(target, builder.mul(loop.index, INT64(4 * fmt.block_values)))
+        _prefetch(builder, fmt, builder.add(block, ahead))
+        for vector, weights in enumerate(_weights(builder, fmt, block)):
+            store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
 
 
 def _prefetch(builder: Any, fmt: BlockFormat, block: Any) -> None:
@@ -257,10 +251,7 @@ def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers,
     product = None
     for numbers in factors:
         factor = _factor(builder, fmt, block, numbers)
-        if product is not None:
-            product = builder.fmul(_lane(builder, product, 0, numbers.count), factor)
-        else:
-            product = factor
+        product = factor if product is None else builder.fmul(_lane(builder, product, 0, numbers.count), factor)
     return product
 
 
@@ -279,8 +270,9 @@ def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any
 
 
 def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int) -> Any:
-    """A vector of neighbouring numbers of a block, as bits say; those that are above all of a number's are undefined."""
-    kind, result, width = ir.VectorType(INT32, count), None, 0
+    """A vector of some neighbouring numbers of a block, as their bits are."""
+    kind, width = ir.VectorType(INT32, count), 0
+    result = ir.Constant(kind, [0] * count)
     for part in numbers.parts:
         given, shifts = part.bytes[first : first + count], part.shifts[first : first + count]
         low = min(given)
@@ -290,16 +282,16 @@ def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int
             data = builder.shuffle_vector(data, data, ir.Constant(ir.VectorType(INT32, count), lanes))
         found = builder.lshr(builder.zext(data, kind), ir.Constant(kind, list(shifts)))
         found = builder.and_(found, ir.Constant(kind, [(1 << part.width) - 1] * count))
-        result = (
-            found if result is None else builder.or_(result, builder.shl(found, ir.Constant(kind, [width] * count)))
-        )
+        result = builder.or_(result, builder.shl(found, ir.Constant(kind, [width] * count)))
         width += part.width
     return result
 
 
 def _converted(builder: Any, numbers: Numbers, integers: Any) -> Any:
-    """Integers as float32."""
+    """Integers as float32, or the numbers whose bits they are."""
     kind = integers.type
+    if numbers.floating:
+        return _floats(builder, numbers.floating, integers)
     if numbers.signed:
         shift = ir.Constant(kind, [32 - sum(part.width for part in numbers.parts)] * kind.count)
         integers = builder.ashr(builder.shl(integers, shift), shift)
@@ -307,8 +299,29 @@ def _converted(builder: Any, numbers: Numbers, integers: Any) -> Any:
     return builder.sitofp(integers, ir.VectorType(FLOAT, kind.count))
 
 
+def _floats(builder: Any, name: str, bits: Any) -> Any:
+    """Floating-point numbers in float32, by safetensors' name of their type."""
+    kind, result = bits.type, ir.VectorType(FLOAT, bits.type.count)
+
+    def shifted(value: Any, mask: int, shift: int) -> Any:
+        value = builder.and_(value, ir.Constant(kind, [mask] * kind.count))
+        return builder.shl(value, ir.Constant(kind, [shift] * kind.count))
+
+    if name in ("F16", "F8_E5M2"):  # the second is the upper half of the first
+        halves = builder.trunc(shifted(bits, 0xFFFF, 8 if name == "F8_E5M2" else 0), ir.VectorType(INT16, kind.count))
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), kind.count)), result)
+    if name == "F8_E4M3":  # its exponent begins at 2^-7, that of float32 at 2^-127
+        bits = builder.or_(shifted(bits, 0x80, 24), shifted(bits, 0x7F, 20))
+        return builder.fmul(builder.bitcast(bits, result), ir.Constant(result, [2.0**120] * kind.count))
+    return builder.bitcast(shifted(bits, 0xFFFF, 16) if name == "BF16" else bits, result)
+
+
 def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:
     """What integers name in a table."""
+    if HAS_AVX2 and LANES == 8 and (len(table), integers.type.count) == (16, 8):
+        halves = (ir.Constant(VECTOR, table[first : first + 8]) for first in (0, 8))
+        low, high = (call_llvm(builder, "llvm.x86.avx2.permps", VECTOR, half, integers) for half in halves)
+        return builder.select(builder.icmp_signed("<", integers, ir.Constant(integers.type, [8] * 8)), low, high)
     kind = ir.ArrayType(FLOAT, len(table))
     name = f"table_{hashlib.sha256(repr(table).encode()).hexdigest()[:16]}"
     constant = builder.module.globals.get(name)

@@ -38,7 +38,7 @@ def block_matmul(
         return None
     if has_amx() and (batch_invariant or count >= _AMX_ROWS):
         return None
-    if not _takes(packed, fmt, width) or (module := _loops(fmt)()) is None:
+    if not _takes(packed, fmt, width) or (module := loops(fmt)()) is None:
         return None
     y = empty((count, packed.shape[0]))
     arguments = [x.data_ptr(), 4 * x.stride(0), packed.data_ptr(), packed.stride(0), y.data_ptr(), 4 * y.stride(0)]
@@ -52,7 +52,7 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
     """Bytes [rows, row bytes] -> `out` [rows, width] in the compute dtype; returns it."""
     rows, width = out.shape
     on_host = out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1
-    if on_host and _takes(packed, fmt, width) and (module := _loops(fmt)()) is not None:
+    if on_host and _takes(packed, fmt, width) and (module := loops(fmt)()) is not None:
         arguments = [packed.data_ptr(), packed.stride(0), out.data_ptr(), 4 * out.stride(0), rows]
         _, loop = module.loops(fmt)
         run_on_threads(loop.address, [*arguments, width // fmt.block_values], out.numel() // _THREAD_ELEMENTS)
@@ -65,11 +65,11 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
 
 def _takes(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
     on_host = packed.device.type == "cpu" and packed.dtype == torch.uint8 and packed.stride(1) == 1
-    return on_host and fmt.takes(width) and 0 < packed.numel() and packed.shape[1] == fmt.stripe_bytes(width)
+    return on_host and fmt.takes(width) and packed.numel() > 0 and packed.shape[1] == fmt.stripe_bytes(width)
 
 
 @cache
-def _loops(fmt: BlockFormat) -> Loops:
+def loops(fmt: BlockFormat) -> Loops:
     return Loops(f"products with {fmt.name}", "flexgen_helm.quant.block_loop", partial(_examples, fmt), tolerance=0.0)
 
 

@@ -15,9 +15,12 @@ SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
 PROCESSORS = {"avx2": f"{SSE},+avx,+avx2,+fma,+f16c", "sse": SSE, "generic": ""}
 TRIALS = """
 from flexgen_helm.kernels import attention, emit, layer_rows, vector_products
-from flexgen_helm.quant import kernels
+from flexgen_helm.quant import block_products, kernels
+from flexgen_helm.quant.formats import BLOCK_FORMATS
+blocks = (block_products.loops(BLOCK_FORMATS[name]) for name in ("MXFP4", "Q4_K", "Q6_K"))
 modules = attention, layer_rows, vector_products, kernels
 print(emit.LANES, emit.CONVERTS_HALVES, *(module.loops() is not None for module in modules))
+print(*(loops() is not None for loops in blocks))
 """
 
 
@@ -31,7 +34,8 @@ def test_trials_on_a_lesser_processor(tmp_path, name):
         env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["8", str(name == "avx2"), *["True"] * 4]
+    halves = str(name == "avx2")
+    assert done.stdout.split() == ["8", halves, *["True"] * 5, halves, halves]
 
 
 def test_loops_work_where_what_was_compiled_has_no_room(tmp_path):
