@@ -40,10 +40,17 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     suits = suits and x.device.type == weight.device.type == "cpu" and width == weight.shape[1]
     if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
         return None
-    y = empty((count, outputs))
-    arguments = [KINDS[weight.dtype], x.data_ptr(), 4 * x.stride(0), weight.data_ptr()]
-    arguments += [weight.element_size() * weight.stride(0), y.data_ptr(), 4 * outputs, count, outputs, width]
-    run_on_threads(module.multiply.address, arguments, weight.numel() * -(-count // 4) // _THREAD_ELEMENTS)
+    y, kind = empty((count, outputs)), KINDS[weight.dtype]
+    arguments = [x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), weight.element_size() * weight.stride(0)]
+    arguments += [y.data_ptr(), 4 * outputs, count, outputs]
+    threads = weight.numel() * -(-count // 4) // _THREAD_ELEMENTS
+    if width < module.LANES:
+        y.zero_()
+    else:
+        multiply, _ = module.loops(module.of_kind(kind))
+        run_on_threads(multiply.address, [*arguments, width // module.LANES], threads)
+    if width % module.LANES:
+        run_on_threads(module.add_rest.address, [kind, *arguments, width], threads)
     return y if bias is None else add_bias(y, bias)
 
 
