@@ -20,6 +20,8 @@ from flexgen_helm.report.throughput import versions
 WIDTH = 4096
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 QUICK_WIDTH, QUICK_TOKENS = 256, (1, 8)
+# Of operands that take turns.
+_COLD_BYTES = 64 << 20
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -30,8 +32,7 @@ def run(options: Options) -> dict[str, Any]:
     return in_own_process(measure, {"width": width, "tokens": list(tokens), "repeats": repeats})
 
 
-def measure(*, width: int, tokens: Sequence[int], repeats: int, cold_bytes: int = 64 << 20) -> dict[str, Any]:
-    """cold_bytes: of operands that take turns."""
+def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
     import torch
 
     from flexgen_helm.offload.linear import tiled_linear
@@ -53,7 +54,7 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int, cold_bytes: int 
         for name, fmt in formats.items():
             assert fmt is not None
             packed = quantize(matrix[:tile_rows], fmt)
-            copies = [packed.clone() for _ in range(max(2, min(64, cold_bytes // packed.numel())))]
+            copies = [packed.clone() for _ in range(max(2, min(64, _COLD_BYTES // packed.numel())))]
             out = torch.empty(tile_rows, width, dtype=compute, device=device)
             speeds = {}
             for label, function in (("compiled loop", dequantize_into), ("plain torch", dequantize_with_torch)):
@@ -64,7 +65,7 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int, cold_bytes: int 
             ratios[f"loop_to_plain_{name}"] = median(speeds["compiled loop"]) / median(speeds["plain torch"])
         half, fmt = matrix.to(torch.float16), formats["4bit"]
         assert fmt is not None
-        num_copies = max(2, cold_bytes // (2 * half.numel()))
+        num_copies = max(2, _COLD_BYTES // (2 * half.numel()))
         packed = quantize(matrix, fmt)
         operands: dict[str, list[tuple[Any, ...]]] = {
             "packed": [(packed.clone(), None, fmt, width) for _ in range(num_copies)],

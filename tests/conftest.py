@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -20,8 +19,6 @@ from tests.helpers.tiny_models import TinyModel, build_tiny  # noqa: E402
 
 # What tests remember is not the user's: each process of the run has a home of its own.
 _home = tempfile.TemporaryDirectory(prefix="flexgen_helm_tests")
-with suppress(KeyError, OSError):  # but this GPU is tried once: by a step before, or by the process of the workers
-    shutil.copy(Path(os.environ["FLEXGEN_HELM_HOME"], "devices.json"), _home.name)
 os.environ["FLEXGEN_HELM_HOME"] = _home.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -131,10 +128,11 @@ def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def all_fast_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of a GPU take each of its fast paths: one that is wrong shall fail them."""
+def proved_by_the_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of a GPU take its fast paths, and compare values themselves: what is wrong shall fail them."""
     if request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)
+        monkeypatch.setattr("flexgen_helm.engine.engine.require_proof", lambda *_: True)
+        monkeypatch.setattr("flexgen_helm.engine.engine.compare_kernels", lambda *_: None)
 
 
 @pytest.fixture

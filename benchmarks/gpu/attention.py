@@ -1,4 +1,4 @@
-"""Attention of the chosen kernels beside float64, and the products and dequantization of `bench kernels`."""
+"""Attention of the chosen kernels beside float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.benchmarks import kernels
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.benchmarks.gpu.step import FAKE, part
 from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, fused_kernel
@@ -33,7 +32,6 @@ def measure() -> None:
     for name, shape in _SHAPES.items():
         for dtype in _BOUNDS if name in ("prompt", "decode with a mask") else (torch.float16,):
             part(f"attention, {name}, {str(dtype)[6:]}", _attention, dtype, *shape)
-    part("products", _products)
 
 
 def _attention(
@@ -63,11 +61,3 @@ def _attention(
     kernel = fused_kernel(q, mask) or "formula"
     rate = 2 * k.nbytes / spent / 1e9
     return {"kernel": kernel, "relative_error": error, "lse_error": lse_error, "us": 1e6 * spent, "kv_gb_s": rate}
-
-
-def _products() -> dict[str, float]:
-    if FAKE:
-        found = kernels.measure(width=128, tokens=[1], repeats=1, cold_bytes=0)
-    else:
-        found = kernels.measure(width=7168, tokens=[1, 2, 8, 32, 64, 192, 1024], repeats=5)
-    return {row["label"]: row["median"] for row in found["rows"]} | found["ratios"]

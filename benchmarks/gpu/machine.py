@@ -1,4 +1,4 @@
-"""What a machine is: its GPU, memory, processor and libraries; and the trial of its fast paths."""
+"""What a machine is: its GPU, memory, processor and libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks.gpu.step import FAKE, GIB, part
+from flexgen_helm.benchmarks.gpu.step import GIB, part
 
 _LIBRARIES = ("torch", "triton", "transformers", "numpy", "numba", "tokenizers", "safetensors", "accelerate", "pytest")
 _GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current,clocks.max.sm,clocks.max.mem"
@@ -21,25 +21,6 @@ _GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.c
 def describe() -> None:
     part("versions", _versions)
     part("machine", _machine)
-
-
-def try_fast_paths() -> None:
-    """Have the engine's own trial of the device, which the engines of later steps find done."""
-    part("fast paths", _fast_paths)
-
-
-def _fast_paths() -> dict[str, Any]:
-    import torch
-
-    from flexgen_helm.engine.device_trial import known_failures, require_trial
-
-    if FAKE:
-        return {"left_out": "a child process has no device in host memory"}
-    device = torch.device("cuda", 0)
-    require_trial(device, unverified=False)
-    if failed := known_failures(device):
-        raise RuntimeError(f"switched off: {failed}")
-    return {"failed": failed}
 
 
 def _versions() -> dict[str, Any]:

@@ -61,15 +61,8 @@ def _tests(needs: int, most: int, quick: str, *tests: str) -> Step:
 
 STEPS = {
     "env": Step(5, 30, "machine.describe"),
-    "trial": Step(30, 90, "machine.try_fast_paths"),
     "profile": Step(20, 100, "speed.profile"),
-    "tests": _tests(
-        70,
-        150,
-        "(pair-range-in and dtype0) or (packed and fp16-s-opt)",
-        "engine/test_gpu_parity.py",
-        "quant/test_gpu_products.py",
-    ),
+    "tests": _tests(70, 150, "(kernel and paper) or (packed and fp16-s-opt)", "engine/test_gpu_parity.py"),
     "parity": _tests(
         20,
         110,
@@ -92,7 +85,7 @@ STEPS = {
 }
 GROUPS = {
     "correct": ("tests", "parity", "races"),
-    "call1": ("env", "profile", "trial", "correct", "perf67", "acc67", "kernels"),
+    "call1": ("env", "profile", "correct", "perf67", "acc67", "kernels"),
     "call2": ("perf30", "acc30", "resident67", "hf67", "slowlink", "t4", "packed30"),
     "speed": ("env", "profile", "kernels", "perf67", "acc67", "call2"),
 }

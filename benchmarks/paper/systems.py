@@ -34,6 +34,18 @@ def with_page_cache(hardware: HardwareProfile) -> HardwareProfile:
     return replace(hardware, disk=replace(disk, read_bytes_s=read, write_bytes_s=write))
 
 
+# Bytes of memory traffic with which plain operations of PyTorch dequantize an element: from the three compressed rows.
+_TORCH_BYTES = 260 / 9
+
+
+def with_torch_dequantization(hardware: HardwareProfile) -> HardwareProfile:
+    """Return the machine as FlexGen uses it, which has no kernel for its compressed weights and cache."""
+    gpu = hardware.gpu
+    if gpu is None:
+        return hardware
+    return replace(hardware, gpu=replace(gpu, dequantize_elements_s=gpu.memory_bytes_s / _TORCH_BYTES))
+
+
 @dataclass(frozen=True)
 class PaperProblem(PlanningProblem):
     """FlexGen and DeepSpeed: page-locked weights, pageable cache and hidden states, no chunked prefill.
@@ -60,9 +72,6 @@ class PaperProblem(PlanningProblem):
 
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         return attended
-
-    def fused_rows(self, fmt: GroupFormat | None) -> int:
-        return 0
 
     def conversions(self, batches: float) -> float:
         return 1.0

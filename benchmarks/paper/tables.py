@@ -13,7 +13,13 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.paper.systems import COMPRESSED, COMPRESSED_WEIGHTS, SYSTEMS, with_page_cache
+from flexgen_helm.benchmarks.paper.systems import (
+    COMPRESSED,
+    COMPRESSED_WEIGHTS,
+    SYSTEMS,
+    with_page_cache,
+    with_torch_dequantization,
+)
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.errors import UsageError
@@ -166,12 +172,14 @@ def full_memory(problem: PlanningProblem) -> PlanningProblem:
 
 
 def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
-    """Return the row's own machine if it names one, with the disk of the row."""
+    """Return the row's own machine, as FlexGen uses it, if it names one, with the disk of the row."""
     if name := line.get("machine"):
         if not (MACHINES / f"{name}.json").is_file():
             known = sorted(path.stem for path in MACHINES.glob("*.json"))
             raise UsageError(f"machine {name!r} is not known; take {', '.join(known)}, or leave the column out")
         hardware = load_profile(str(MACHINES / f"{name}.json"))
+    else:
+        hardware = with_torch_dequantization(hardware)
     disk = hardware.disk
     if line.get("disk_read_gb_s"):
         disk = replace(disk, read_bytes_s=_number(line, "disk_read_gb_s") * 1e9 * disk.streams)

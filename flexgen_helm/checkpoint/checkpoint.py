@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from math import prod, sqrt
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.stored_tensors import StoredRange
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.published import read_blocks
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredRange
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
@@ -91,7 +93,7 @@ class Checkpoint(ABC):
         return tensor_shapes(self.config)
 
     def stored_range(self, name: str) -> StoredRange | None:
-        """Return where a file has a matrix as it rests, byte for byte; None where it has another type or order."""
+        """Return where a file has a matrix in 16 bits, byte for byte; None where it has another type or order."""
         return None
 
     def packed_tiles(self, name: str) -> Iterator[torch.Tensor]:
@@ -99,20 +101,23 @@ class Checkpoint(ABC):
 
         Raises `CheckpointError` if the file is short or has changed, or if a value is not finite.
         """
-        stored, fmt = self.stored_range(name), self.formats[name]
-        assert stored is not None
-        row_bytes = fmt.stripe_bytes(self.shapes[name][1])
-        num_rows = stored.size // row_bytes
+        (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
 
-        def read(part: tuple[int, int]) -> torch.Tensor:
-            start, count = part
-            data = stored.file.read(stored.offset + start * row_bytes, count * row_bytes, self._title(name))
-            tile = torch.frombuffer(data, dtype=torch.uint8)
-            if not_finite(tile, fmt):
+        def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
+            return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
+
+        def read(tile: tuple[int, int]) -> torch.Tensor:
+            packed = torch.empty((tile[1], width // fmt.block_values, fmt.block_bytes), dtype=torch.uint8)
+            read_blocks(parts, tile[0], packed, read_bytes)
+            if not_finite(packed.view(tile[1], -1), fmt):
                 raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
-            return tile
+            return packed.view(-1)
 
-        yield from computed_ahead(read, [*row_tiles([range(num_rows)], row_bytes)], MOST_THREADS)
+        yield from computed_ahead(read, [*row_tiles([range(num_rows)], fmt.stripe_bytes(width))], MOST_THREADS)
+
+    def published_rows(self, name: str) -> Sequence[PublishedRows]:
+        """Return where files have the rows of one of `formats`, in order."""
+        raise NotImplementedError
 
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in order."""

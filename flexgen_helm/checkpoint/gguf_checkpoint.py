@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -19,7 +18,14 @@ from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
-from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredRange, StoredTensor, joined, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import (
+    MatchedTensor,
+    PublishedRows,
+    StoredPlane,
+    StoredTensor,
+    joined,
+    match_tensors,
+)
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
@@ -114,12 +120,10 @@ class GgufCheckpoint(Checkpoint):
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
         return torch.arange(self.shapes[name][0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def stored_range(self, name: str) -> StoredRange | None:
-        if (fmt := self.formats.get(name)) is None:
-            return None
-        matched, row_bytes = self._tensors[name], fmt.stripe_bytes(self.shapes[name][1])
-        (stored,), first = matched.stored.parts, matched.rows[0].start
-        return StoredRange(stored.file, stored.offset + first * row_bytes, self.shapes[name][0] * row_bytes)
+    def published_rows(self, name: str) -> Sequence[PublishedRows]:
+        (stored,), fmt = self._tensors[name].stored.parts, self.formats[name]
+        plane = StoredPlane(stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes)
+        return [PublishedRows(rows, (plane,)) for rows in self._tensors[name].rows]
 
 
 def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:
@@ -149,11 +153,10 @@ def _require_known_type(tensor: StoredTensor) -> None:
 
 
 def _format(matched: MatchedTensor) -> BlockFormat | None:
-    """Return the format of a matrix that rests as published: its rows are whole blocks, one behind another."""
+    """Return the format of a matrix that rests as published: its rows are whole blocks."""
     stored = matched.stored
     fmt = BLOCK_FORMATS.get(stored.dtype) if stored.is_plain and len(stored.shape) > 1 else None
-    follow = all(first.stop == second.start for first, second in pairwise(matched.rows))
-    return fmt if fmt is not None and follow and fmt.takes(stored.width) else None
+    return fmt if fmt is not None and fmt.takes(stored.width) else None
 
 
 def _scale_of(name: str) -> str:

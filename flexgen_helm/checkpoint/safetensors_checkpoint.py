@@ -27,6 +27,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, Logica
 from flexgen_helm.checkpoint.quantized.proof import require_described_values
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import (
+    PublishedRows,
     StoredRange,
     find_stored,
     joined,
@@ -36,6 +37,7 @@ from flexgen_helm.checkpoint.stored_tensors import (
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
+from flexgen_helm.quant.formats import BlockFormat
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -61,6 +63,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._find(architecture, tensors, path)
         if quantization is not None:
             require_described_values(tensors.values(), quantization)
+            self.formats = self._formats()
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
 
@@ -119,6 +122,31 @@ class SafetensorsCheckpoint(Checkpoint):
                 (columns,) = tensor.rows
                 tile = tile.view(-1, stored.width)[:, columns.start : columns.stop].reshape(-1)
             yield tile
+
+    def _stored_rows(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
+        """Return the rows of stored tensors that are a matrix, and whether they are [in, out]."""
+        tensor = self._tensors[name]
+        return [(tensor.stored, rows) for rows in tensor.rows], tensor.transposed
+
+    def _formats(self) -> dict[str, BlockFormat]:
+        """Return the formats of the matrices that rest as published."""
+        found = {}
+        for name, shape in self.shapes.items():
+            if len(shape) != 2:
+                continue
+            parts, transposed = self._stored_rows(name)
+            formats = {
+                stored.published.fmt if stored.published and stored.published.transposed == transposed else None
+                for stored, _ in parts
+            }
+            fmt = formats.pop() if len(formats) == 1 else None
+            if fmt is not None:
+                found[name] = fmt
+        return found
+
+    def published_rows(self, name: str) -> Sequence[PublishedRows]:
+        parts, _ = self._stored_rows(name)
+        return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
 
     def stored_range(self, name: str) -> StoredRange | None:
         tensor = self._tensors[name]

@@ -37,6 +37,10 @@ from flexgen_helm.models.transformers_backend.empty_model import empty_model
 _LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
 
 
+# Operations that stack a tensor of each expert, and that put an expert's tensors one below the other before.
+_STACKED = [("MergeModulelist", 0)]
+_JOINED = [("MergeModulelist", 0), ("Concatenate", 1)]
+
 # Returns the values of a stored tensor, or of the part of one expert: [1, ...].
 _ReadPart = Callable[[LogicalTensor, int | None], torch.Tensor]
 
@@ -140,6 +144,20 @@ class StateDictReader:
             if expert is not None and part is None:  # all experts were converted together
                 value = value[expert]
             yield value.reshape(-1)
+
+    def stored_parts(self, key: str, expert: int | None = None) -> list[tuple[LogicalTensor, range]]:
+        """Return the rows of stored tensors that, one below the other, are an entry or its part `expert`."""
+        conversion = self._conversion(key)
+        if conversion.converter is None:
+            (stored,) = conversion.tensors
+            return [(stored, _rows_of(stored, expert))]
+        joins = [
+            (type(operation).__name__, getattr(operation, "dim", None)) for operation in conversion.converter.operations
+        ]
+        sources = [conversion.sources.get(pattern, []) for pattern in conversion.converter.source_patterns]
+        if expert is None or joins not in (_STACKED, _JOINED) or not all(expert < len(tensors) for tensors in sources):
+            return []
+        return [(tensors[expert], range(tensors[expert].num_rows)) for tensors in sources]
 
     def stored_rows(self, key: str, expert: int | None = None) -> tuple[LogicalTensor, list[range]] | None:
         """Return the rows of a stored tensor that are an entry, or its part `expert`; None if it must be converted."""
@@ -311,6 +329,15 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         key, expert, _ = self._modules.key(name)
         for tile in self._reader.tiles(key, expert):
             yield tile if tile.is_floating_point() else tile.float()
+
+    def _stored_rows(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
+        key, expert, is_transposed = self._modules.key(name)
+        parts = self._reader.stored_parts(key, expert)
+        if is_transposed:  # rows [in, out] of an expert are as many blocks of rows [out, in]
+            rows = self.shapes[name][0]
+            first = (expert or 0) * rows
+            parts = [(stored, range(first, first + rows)) for stored, _ in parts]
+        return parts, is_transposed
 
     def stored_range(self, name: str) -> StoredRange | None:
         key, expert, is_transposed = self._modules.key(name)

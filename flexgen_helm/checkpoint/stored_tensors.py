@@ -13,6 +13,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import TensorSource, find_source, select_rows
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.quant.formats import BlockFormat
 
 if TYPE_CHECKING:
     from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
@@ -85,6 +86,45 @@ class StoredRange:
     file: SourceFile
     offset: int
     size: int
+
+
+@dataclass(frozen=True)
+class StoredPlane:
+    """What the blocks of a matrix have in one stored tensor: their codes, their scales, or all.
+
+    offset: where the tensor begins in the file.
+    row_bytes: of one of its rows.
+    block_bytes: of each block.
+    same_rows, same_blocks: neighbouring rows of the matrix, and neighbouring blocks of a row, that have the same ones.
+    """
+
+    file: SourceFile
+    offset: int
+    row_bytes: int
+    block_bytes: int
+    same_rows: int = 1
+    same_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """The rows of a stored tensor as blocks of a format.
+
+    planes: in the order in which a block has them.
+    transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
+    """
+
+    fmt: BlockFormat
+    planes: tuple[StoredPlane, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class PublishedRows:
+    """Rows of a stored tensor that are the next ones of a matrix."""
+
+    rows: range
+    planes: tuple[StoredPlane, ...]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import exact_size, existing_folder, size
 from flexgen_helm.hardware.host_memory import host_memory
-from flexgen_helm.hardware.process_state import HALVES, Rank, switched_off
+from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
@@ -82,8 +82,6 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
         return "the type of the weights"
     if device.type == "cpu":
         return "the precision that is promised for CPUs"
-    if HALVES in switched_off:
-        return f"{HALVES} do not work here: {switched_off[HALVES]}"
     return "measured to be faster than the type of the weights"
 
 

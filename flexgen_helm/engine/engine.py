@@ -24,14 +24,13 @@ from flexgen_helm.engine.device import (
     require_room,
     tier_capacities,
 )
-from flexgen_helm.engine.device_trial import require_trial
 from flexgen_helm.engine.executor import Executor, LoadedModel, Observer
 from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
-from flexgen_helm.engine.proof import require_batch_invariance, require_proof
+from flexgen_helm.engine.proof import compare_kernels, require_batch_invariance, require_proof
 from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
@@ -89,7 +88,9 @@ class Engine:
         self.precision, self.cache_format = model.precision.name, model.precision.cache
         self.last_run: dict[str, Any] = {}
         self._options, self._device = options, device
-        self._dtype = compute_dtype(device, checkpoint.storage_dtype)
+        self._dtype = model.compute_dtype or compute_dtype(device, checkpoint.storage_dtype)
+        if device.type == "cuda":
+            compare_kernels(device, self._dtype, model.precision, self.config.head_dim)
         self.prefix_cost = prefix_cost(self.config, device.type)
         eos_ids = model.tokenizer.eos_ids if model.tokenizer else generation.eos_ids
         processors = None
@@ -213,8 +214,7 @@ class Engine:
         cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
     ) -> "Engine":
         model = open_model(name_or_path, config, name, pipeline.rank)
-        is_tried = require_trial(model.device, config.unverified)
-        is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified) if is_tried else False
+        is_proved = require_proof(model, cls)
         if config.batch_invariant:
             require_batch_invariance(model, cls)
         try:

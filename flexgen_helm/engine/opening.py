@@ -36,6 +36,7 @@ class OpenedModel:
     chat: how prompts and messages are rendered; None without a tokenizer.
     link: copies to and from the device; None where the host computes.
     why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
+    compute_dtype: of products; None for the fastest (`kernels.products`).
     """
 
     name: str
@@ -47,6 +48,7 @@ class OpenedModel:
     link: CopyEngine | None
     why_not_float16: str = ""
     generation: GenerationSettings = GenerationSettings()
+    compute_dtype: torch.dtype | None = None
 
     @cached_property
     def published(self) -> PublishedFormats:

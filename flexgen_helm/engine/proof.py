@@ -1,12 +1,15 @@
 """A model proves itself where it is opened: a small one of its kind equals `transformers`, or it is refused.
 
-    key            what decides: kind of configuration, class, files of transformers, our models/, torch
+    key            what decides: kind of configuration, class, files of transformers, our models/, torch; on a GPU also
+                   the GPU, its driver, and our modules that compute or copy there
     proved         by CI (`proved.json`), or here before (`proofs.json` in the home folder): nothing is computed
-    else           a small model runs, whole by `transformers` in float32, and by the engine
+    else           a small model runs, whole by `transformers` on the host, and by the engine, both in float32
     equal          with the first seed: remembered; else two more are tried, and if two of three differ: refused by name
 
 The small model goes through the ways that an evaluation takes: prompts of mixed lengths, longer than its windows, of
-which some share a beginning; more than one block; several steps (docs/explanation/exactness.md).
+which some share a beginning; more than one block; several steps (docs/explanation/exactness.md). A GPU runs it twice:
+all on the GPU, and with a third on each tier. What it does not reach there, kernels of 16 bits and of packed weights,
+every process compares with plain PyTorch before it uses it (`compare_kernels`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.config import EngineConfig
@@ -39,13 +41,20 @@ from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import log_normalizers
 from flexgen_helm.errors import DiskFullError, FlexgenError, Interrupted, UnprovedModelError, UsageError
+from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switch_off
 from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
+from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, attend_unfused
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
+from flexgen_helm.quant.packing import quantize
+from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prepare import token_refusal
 
@@ -53,11 +62,16 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
 TOLERANCE = 1e-4
+_HOST = torch.device("cpu")
+# Of a GPU, whose libraries sum in other orders; and of its attention, relative to the largest value.
+_DEVICE_TOLERANCE = 1e-3
+_ATTENTION_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SEEDS = (0, 1, 2)
 # Standard deviation of the small model's weights, with which every part moves log-probabilities.
 _DEVIATION = 0.25
 # Sequences of a batch, and batches of a block: fewer than there are requests.
 _BLOCK = Policy(3, 2)
+_DEVICE_BLOCKS = Policy(3, 2, 1, 0, 1, 0, 1, 0), Policy(3, 2, *(0.3,) * 6)
 _STEPS = 4
 # Logits of rows that are added up alone and together.
 _TRIAL_LOGITS = 1 << 23
@@ -74,22 +88,39 @@ class ProofKey:
     class_name: of `transformers`, or the architecture of a record of our own.
     code: digest of `transformers`' files; "" where a record of our own computes.
     kind: of the configuration (`kind_text`).
+    device: all else that decides on a GPU; "" where the host computes.
     """
 
     class_name: str
     code: str
     kind: str
+    device: str = ""
 
     @property
     def digest(self) -> str:
         """A name for all that decides; our own modules and PyTorch included."""
-        parts = (self.class_name, self.code, self.kind, own_digest("models"), torch.__version__.partition("+")[0])
+        parts = [self.class_name, self.code, self.kind, own_digest("models"), torch.__version__.partition("+")[0]]
+        parts += [self.device] if self.device else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
+def proof_key(content: Mapping[str, Any], config: ModelConfig, device: torch.device = _HOST) -> ProofKey:
     """content: of `config.json`."""
-    return ProofKey(config.class_name, config.values_digest, kind_text(content))
+    return ProofKey(config.class_name, config.values_digest, kind_text(content), _device_text(device))
+
+
+@cache
+def _device_text(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    driver = Path("/proc/driver/nvidia/version")
+    return "; ".join(
+        (
+            torch.cuda.get_device_name(device),
+            driver.read_text(encoding="utf-8").partition("\n")[0] if driver.is_file() else "",
+            *map(own_digest, ("engine", "kernels", "kv_cache", "offload")),
+        )
+    )
 
 
 @cache
@@ -99,30 +130,31 @@ def proved_table() -> dict[str, Any]:
     return table
 
 
-def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unverified: bool = False) -> bool | None:
+def require_proof(model: OpenedModel, engine: type[Engine]) -> bool | None:
     """Prove a model where that has not been done, and return whether it is; None where there is nothing to compare.
 
+    With `--unverified` nothing is computed, and what is not proved passes.
+
     engine: computes the small model; it opens models itself, and so is no import of this module.
-    unverified: nothing is computed, and what is not proved passes.
     Raises `UnprovedModelError` for a model that differs from `transformers`, or cannot be compared.
     """
-    content = checkpoint.config_content
+    content = model.checkpoint.config_content
     if content is None or _is_proving.get():  # GGUF files have no such configuration, dummy weights no values
         return None
-    key = proof_key(content, checkpoint.config)
+    key = proof_key(content, model.checkpoint.config, model.device)
     if is_proved(key):
         return True
-    if unverified:
+    if model.options.unverified:
         return False
-    with one_process_at_a_time():
+    with _one_process_at_a_time():
         if not is_proved(key):  # by another process meanwhile
-            report(ProgressPhase("prove", name))
-            _prove(key, content, checkpoint.config, name, engine)
+            report(ProgressPhase("prove", model.name))
+            _prove(key, content, model, engine)
     return True
 
 
 @contextmanager
-def one_process_at_a_time() -> Iterator[None]:
+def _one_process_at_a_time() -> Iterator[None]:
     """Let other processes with the same home wait; in a home that cannot be written, each proves for itself."""
     with state_lock(f"{_PROOFS}.running"):
         for left in state_dir().glob(f"{_SCRATCH}*"):  # by a process that was killed
@@ -134,19 +166,21 @@ def is_proved(key: ProofKey) -> bool:
     return key.digest in proved_table()["digests"] or key.digest in read_state(_PROOFS)
 
 
-def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name: str, engine: type[Engine]) -> None:
+def _prove(key: ProofKey, content: Mapping[str, Any], model: OpenedModel, engine: type[Engine]) -> None:
+    config, name, device = model.checkpoint.config, model.name, model.device
+    tolerance = TOLERANCE if device.type == "cpu" else _DEVICE_TOLERANCE
     differences: list[float] = []
     for seed in SEEDS:
         try:
-            differences.append(difference_of_miniature(content, config, seed, engine))
+            differences.append(difference_of_miniature(content, config, seed, engine, device))
         except (Interrupted, DiskFullError):
             raise
         except Exception as error:  # whatever building or running a model raises
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
-        if differences[0] < TOLERANCE:  # of the first seed
+        if differences[0] < tolerance:  # of the first seed
             break
-    wrong = [found for found in differences if not found < TOLERANCE]
+    wrong = [found for found in differences if not found < tolerance]
     if len(wrong) > 1:
         largest = max(filter(math.isfinite, wrong), default=math.nan)
         raise _refusal(key, name, f"differs from transformers' own forward pass by up to {largest:.2g} nats")
@@ -156,10 +190,12 @@ def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name:
 
 def _refusal(key: ProofKey, name: str, what: str) -> UnprovedModelError:
     versions = " and ".join(f"{package} {version}" for package, version in _versions().items())
-    known = proved_table()["tested"]
+    known, where, advice = proved_table()["tested"], "", ""
+    if key.device:
+        where, advice = " on this GPU", "take --device cpu, "
     return UnprovedModelError(
-        f"{name} ({key.class_name}) is not computed with {versions}: a small model of its kind {what}; install "
-        f"transformers {known['transformers'][-1]} with torch {known['torch'][-1]}, which are tested, or add "
+        f"{name} ({key.class_name}) is not computed with {versions}{where}: a small model of its kind {what}; install "
+        f"transformers {known['transformers'][-1]} with torch {known['torch'][-1]}, which are tested, {advice}or add "
         "--unverified to compute it all the same"
     )
 
@@ -204,10 +240,71 @@ def _sums_alike(vocab_size: int) -> bool:
     return torch.equal(log_normalizers(rows), torch.cat([log_normalizers(row) for row in rows.split(1)]))
 
 
-def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
+def difference_of_miniature(
+    content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine], device: torch.device = _HOST
+) -> float:
     """Return the largest difference of a log-probability of a small model, `engine` against `transformers`."""
+    asked = trial_requests(seed)
     with _small_model(content, config, seed) as (model, opened):
-        return largest_difference(model, opened, trial_requests(seed), engine)
+        if device.type == "cpu":
+            return largest_difference(model, opened, asked, engine)
+        return max(largest_difference(model, there, asked, engine) for there in _on_device(opened, device))
+
+
+def _on_device(opened: OpenedModel, device: torch.device) -> Iterator[OpenedModel]:
+    """Open a small model on a GPU: all of it there, and a third on each tier."""
+    checkpoint = opened.checkpoint
+    assert checkpoint.folder is not None
+    compare_kernels(device, torch.float32, opened.precision, checkpoint.config.head_dim)  # what it says is heard here
+    for policy in _DEVICE_BLOCKS:
+        options = replace(opened.options, policy=policy, device=str(device), offload_dir=checkpoint.folder / "offload")
+        link = CudaCopyEngine(device)
+        yield replace(opened, options=options, device=device, link=link, compute_dtype=torch.float32)
+
+
+def compare_kernels(device: torch.device, dtype: torch.dtype, precision: Precision, head_dim: int) -> None:
+    """Compare fast kernels of a GPU with plain PyTorch there, before results need them; switch off what differs.
+
+    dtype: of products. Once in a process for each format, and for each size of heads.
+    """
+    formats = {precision.weights, precision.tables}
+    if precision.cache is not None:
+        formats |= {precision.cache.keys, precision.cache.values}
+    for fmt in formats - {None}:
+        if not _dequantizes_alike(device, dtype, fmt):
+            switch_off(TRITON, "a dequantized matrix has wrong bits")
+    if fault := _attention_fault(device, dtype, head_dim):
+        switch_off(ATTENTION, fault)
+
+
+@cache
+def _dequantizes_alike(device: torch.device, dtype: torch.dtype, fmt: GroupFormat) -> bool:
+    rows, width = 192, 2048
+    packed = quantize(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)), fmt).to(device)
+    found, expected = (torch.empty(rows, width, dtype=dtype, device=device) for _ in range(2))
+    return torch.equal(dequantize_into(packed, fmt, found), dequantize_with_torch(packed, fmt, expected))
+
+
+@cache
+def _attention_fault(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Say what is wrong with outputs or log-sum-exps of fused attention; "" for nothing."""
+    draw, config, largest = torch.Generator().manual_seed(0), AttentionConfig(head_dim**-0.5), 0.0
+    # A prompt, decoding sequences, and those behind a window.
+    for batch, queries, keys, hides in ((1, 70, 70, False), (3, 1, 130, False), (3, 1, 130, True)):
+        shapes = [(batch, 4, tokens, head_dim) for tokens in (queries, keys, keys)]
+        q, k, v = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+        hidden = (torch.arange(keys, device=device) < keys // 3).expand(batch, 1, 1, keys)
+        mask = additive_mask(hidden, dtype) if hides else None
+        try:
+            found = attend(q, k, v, config, is_causal=queries > 1, mask=mask)
+        except (AttributeError, TypeError, RuntimeError) as error:  # of another PyTorch's private operators
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        exact = None if mask is None else mask.float()
+        for value, known in zip(found, attend_unfused(q.float(), k.float(), v.float(), config, queries > 1, exact)):
+            largest = max(largest, _largest(value.float() - known) / _largest(known))
+    return f"wrong by {largest:.2g} of the largest value" if largest > _ATTENTION_TOLERANCE[dtype] else ""
 
 
 @contextmanager
@@ -221,7 +318,7 @@ def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> 
             with torch.device("meta"):
                 model = cls._from_config(small, attn_implementation="eager", dtype=torch.float32)
             if sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) <= MAX_WEIGHTS:
-                with torch.random.fork_rng(devices=[]), trial_folder() as folder:
+                with torch.random.fork_rng(devices=[]), _trial_folder() as folder:
                     try:
                         model = random_reference(cls, small, seed, Path(folder))
                     except Exception as error:
@@ -241,7 +338,7 @@ def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> 
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
 
 
-def trial_folder() -> tempfile.TemporaryDirectory[str]:
+def _trial_folder() -> tempfile.TemporaryDirectory[str]:
     """Make a folder for the small model, in the home; where that cannot be written, in the system's."""
     home = state_dir()
     is_writable = home.is_dir() and os.access(home, os.W_OK)

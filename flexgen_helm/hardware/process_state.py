@@ -2,7 +2,7 @@
 
 PyTorch's settings: those that change products are fixed while an engine opens or runs.
 Rank: which process of a pipeline this is; read from the environment.
-Fast paths: those of the GPU that failed their trial here, and are left out from then on.
+Fast paths: those of the GPU that were wrong or failed here, and are left out from then on.
 CUDA: whether this machine can have a device, told without importing torch.
 Processor: what decides the bits of products on the host.
 """
@@ -107,22 +107,8 @@ def rank_of_process() -> Rank | None:
 
 # Fast paths of a GPU, by name: which of them this process leaves, and why. Slower ones give the same numbers.
 
-PLAIN = "plain PyTorch"
-# In the order in which they are tried: each on top of those before it.
-ATTENTION, REGISTERED, COPIES, TRITON, HALVES = FAST_PATHS = (
-    "fused attention",
-    "registered memory",
-    "background copies",
-    "Triton kernels",
-    "16-bit products",
-)
-_INSTEAD = {
-    ATTENTION: "attention is its formula",
-    REGISTERED: "host memory stays pageable",
-    COPIES: "products wait for copies",
-    TRITON: "plain PyTorch dequantizes packed weights",
-    HALVES: "products are in float32",
-}
+ATTENTION, TRITON = "fused attention", "Triton kernels"
+_INSTEAD = {ATTENTION: "attention is its formula", TRITON: "plain PyTorch dequantizes packed weights"}
 # Name -> why it is not used in this process.
 switched_off: dict[str, str] = {}
 

@@ -64,7 +64,7 @@ class Stored:
     values: int
     bytes: int
     weights: Callable[[Any, Any], Iterator[Any]]
-    few_rows: int = 2 * ROWS
+    few_rows: int
 
 
 @cache
@@ -74,7 +74,7 @@ def of_kind(kind: int) -> Stored:
     def weights(builder: Any, at: Any) -> Iterator[Any]:
         yield load(builder, at, VECTOR, 4) if kind == FLOAT32 else widen(builder, at, kind == BFLOAT16)
 
-    return Stored(f"kind_{kind}", LANES, LANES * (4 if kind == FLOAT32 else 2), weights, 4 * ROWS)
+    return Stored(f"kind_{kind}", LANES, LANES * (4 if kind == FLOAT32 else 2), weights, 16)
 
 
 # What `loops` sets for a matrix.

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.hardware.process_state import HALVES, switched_off
 from flexgen_helm.kernels.amx import amx_matmul, has_amx
 from flexgen_helm.kernels.vector_products import multiplies_as_stored, vector_matmul
 
@@ -79,7 +78,7 @@ def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dty
     CPUs: float32, because results are promised within 1e-4 of a float32 reference, which 16 bits cannot keep.
     Accelerators: the faster of the two by measurement; some cards emulate bfloat16.
     """
-    if device.type == "cpu" or HALVES in switched_off:
+    if device.type == "cpu":
         return torch.float32
     return max((storage_dtype, torch.float32), key=lambda dtype: matmul_flops(device, dtype))
 

@@ -11,8 +11,9 @@ that file is on the disk of the offload directory. It has no weight file, and it
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -28,9 +29,11 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fetch import local_weights
+from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.stored_tensors import StoredRange
+from flexgen_helm.checkpoint.published import read_blocks
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredPlane
 from flexgen_helm.config import WeightSource
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
@@ -73,17 +76,24 @@ class WeightsAtRest:
         self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
         self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
 
-    def range_of(self, name: str) -> StoredRange | None:
-        """Return where the checkpoint has a matrix as it is read, if that file is on the directory's disk."""
-        is_matrix = len(self._checkpoint.shapes[name]) == 2
-        as_published = is_matrix and not isinstance(self._precision.format_of(name), GroupFormat)
-        stored = self._checkpoint.stored_range(name) if as_published else None
-        if stored is None:
-            return None
-        path = stored.file.path
+    def rows_of(self, name: str) -> Sequence[PublishedRows]:
+        """Return where the checkpoint has a matrix as it is read, if those files are on the directory's disk."""
+        shape, fmt = self._checkpoint.shapes[name], self._precision.format_of(name)
+        if len(shape) != 2 or isinstance(fmt, GroupFormat):
+            return ()
+        if fmt is not None:
+            rows = self._checkpoint.published_rows(name)
+        elif (stored := self._checkpoint.stored_range(name)) is not None:
+            row_bytes = stored.size // shape[0]
+            rows = [PublishedRows(range(shape[0]), (StoredPlane(stored.file, stored.offset, row_bytes, row_bytes),))]
+        else:
+            return ()
+        return rows if all(self._shares(plane.file.path) for part in rows for plane in part.planes) else ()
+
+    def _shares(self, path: Path) -> bool:
         if path not in self._shares_disk:
             self._shares_disk[path] = path.stat().st_dev == existing_folder(self._folder).stat().st_dev
-        return stored if self._shares_disk[path] else None
+        return self._shares_disk[path]
 
     def label(self, fmt: StoredFormat | None) -> str:
         """Return what tells the weight files of a format from others of the checkpoint."""
@@ -97,7 +107,7 @@ class WeightsAtRest:
         sizes: of the matrices, by name.
         with_written: weight files count, too; not where a limit of the directory is to hold for them.
         """
-        in_place = sum(size for name, size in sizes.items() if self.range_of(name) is not None)
+        in_place = sum(size for name, size in sizes.items() if self.rows_of(name))
         if not with_written:
             return in_place
         labels = {self.label(self._precision.format_of(name)) for name in sizes}
@@ -105,6 +115,7 @@ class WeightsAtRest:
         return in_place + min(written, sum(sizes.values()) - in_place)
 
 
+_thread_local = threading.local()
 # Threads that read rows of tables; they are kept, because starting them takes longer than the reads.
 _READERS = ThreadPoolExecutor(8, thread_name_prefix="table rows")
 # Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is between them.
@@ -215,6 +226,38 @@ class DiskMatrix(OffloadedMatrix):
         return span[skipped : skipped + size]
 
 
+class GatheredMatrix(DiskMatrix):
+    """A matrix whose rows are gathered from several places of files, through memory of the reading thread."""
+
+    def __init__(
+        self,
+        tiers: TransferManager,
+        files: Mapping[SourceFile, DirectFile],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        parts: Sequence[PublishedRows],
+    ) -> None:
+        super().__init__(tiers, next(iter(files.values())), shape, dtype)
+        self._files, self._parts = files, parts
+        self._block_bytes = sum(plane.block_bytes for plane in parts[0].planes)
+
+    def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
+        rows, step = staging[: count * self.row_bytes].view(count, -1, self._block_bytes), buffered_rows(self.row_bytes)
+        for done in range(0, count, step):
+            read_blocks(self._parts, first + done, rows[done : done + step], self._read_bytes)
+        self._tiers.stats.count_bytes("disk_to_cpu", "weights", count * self.row_bytes)
+        return rows.view(-1)
+
+    def _read_bytes(self, file: SourceFile, offset: int, size: int) -> Tensor:
+        skipped = offset % ALIGNMENT
+        buffer: Tensor | None = getattr(_thread_local, "gathered", None)
+        if buffer is None or buffer.numel() < skipped + size:
+            buffer = _thread_local.gathered = pages(COPY_BUFFER_BYTES + ring_bytes(1, self.row_bytes))
+        span = buffer[: aligned(skipped + size)]
+        self._files[file].read(offset - skipped, span)
+        return span[skipped : skipped + size]
+
+
 class Expert:
     """The matrices of an expert on another tier, which are fetched together.
 
@@ -257,7 +300,7 @@ class MatrixLoader:
         self._experts: dict[str, list[str]] = {}  # expert -> its matrices that share a weight file
         for name, shape in checkpoint.shapes.items():
             expert = expert_of(name)
-            if expert is not None and len(shape) == 2 and self._at_rest.range_of(name) is None:
+            if expert is not None and len(shape) == 2 and not self._at_rest.rows_of(name):
                 self._experts.setdefault(expert, []).append(name)
 
     def format_of(self, name: str) -> StoredFormat | None:
@@ -302,17 +345,21 @@ class MatrixLoader:
 
     def to_disk(self, name: str) -> DiskMatrix:
         """Open a matrix where the checkpoint has it, or its weight file, which is written first if there is none."""
-        if (stored := self._at_rest.range_of(name)) is None:
+        if not (parts := self._at_rest.rows_of(name)):
             file, offset = self._file(name)
             return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
         tiles = self._read("verify", self._tiles(name))
         self._weight_files(self.format_of(name)).ensure_checked(name, tiles)
-        return DiskMatrix(
-            self._tiers,
-            self._keep(CheckpointFile(stored.file, self._tiers.disk_rates)),
-            *self._storage(name),
-            stored.offset,
-        )
+        files = {
+            plane.file: self._keep(CheckpointFile(plane.file, self._tiers.disk_rates))
+            for part in parts
+            for plane in part.planes
+        }
+        if len(parts) > 1 or len(parts[0].planes) > 1:
+            return GatheredMatrix(self._tiers, files, *self._storage(name), parts)
+        (plane,) = parts[0].planes
+        offset = plane.offset + parts[0].rows.start * plane.row_bytes
+        return DiskMatrix(self._tiers, files[plane.file], *self._storage(name), offset)
 
     def close(self) -> None:
         """Close all files; the matrices must not be read any more."""

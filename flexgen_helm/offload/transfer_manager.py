@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.files import exact_size
-from flexgen_helm.hardware.process_state import COPIES, REGISTERED, switched_off
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.staging import Ledger, pages
 from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, TransferStats
@@ -174,9 +173,6 @@ class CudaCopyEngine(CopyEngine):
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        if REGISTERED in switched_off:
-            self.pins = False
-            return pages(num_bytes)[:num_bytes]
         registered = _RegisteredPages(num_bytes, self.device)
         if self.pins and not registered.is_registered:
             self.pins = False
@@ -202,8 +198,6 @@ class CudaCopyEngine(CopyEngine):
         torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
 
     def _stream(self) -> torch.cuda.Stream:
-        if COPIES in switched_off:
-            return torch.cuda.default_stream(self.device)
         stream: torch.cuda.Stream | None = getattr(self._thread_local, "stream", None)
         if stream is None:
             stream = self._thread_local.stream = torch.cuda.Stream(self.device)
@@ -218,9 +212,6 @@ class CudaCopyEngine(CopyEngine):
 
     def _wait(self) -> None:
         """Wait for this thread's copies, asleep: one that spins would take a processor from those that compute."""
-        if COPIES in switched_off:
-            torch.cuda.synchronize(self.device)
-            return
         copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream())
         copied.synchronize()

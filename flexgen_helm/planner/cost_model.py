@@ -240,12 +240,12 @@ class _Pass:
         head_format = problem.precision.format_of(EMBED_TABLE)
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
         used = self._expert_reads * problem.layer_expert_elements * config.num_layers
-        for elements, fmt, rows, times in (
-            (always, problem.layer_format, batch_rows, batches),
-            (used, problem.layer_format, expert_rows, tiles),
-            (problem.head_elements, head_format, head_rows, batches),
+        for elements, fmt, times in (
+            (always, problem.layer_format, batches),
+            (used, problem.layer_format, tiles),
+            (problem.head_elements, head_format, batches),
         ):
-            converted, read = self._conversion_and_reading(elements, fmt, rows, times)
+            converted, read = self._conversion_and_reading(elements, fmt, times)
             convert += converted
             read_bytes += times * read
         reading_s = read_bytes / processor.memory_bytes_s
@@ -275,23 +275,17 @@ class _Pass:
         return {name: slowdown * form for name, form in forms.items()}
 
     def _conversion_and_reading(
-        self, elements: float, fmt: StoredFormat | None, rows: float, products: float
+        self, elements: float, fmt: StoredFormat | None, products: float
     ) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
 
-        rows, products: of x, and with each weight in the pass. For few rows a device multiplies packed weights as they
-            are. So does a CPU, which takes as long for it as for dequantizing.
+        products: with each weight in the pass. A CPU multiplies few rows by packed weights as they are, which takes as
+            long as dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
         conversions = problem.conversions(products) if self.converts else 0.0
-        if isinstance(fmt, BlockFormat):
-            if problem.multiplies_as_stored:
-                return 0.0, elements * fmt.block_bytes / fmt.block_values
-            return conversions * elements / processor.dequantize_elements_s, elements * work
-        is_fused = self.converts and rows <= problem.fused_rows(fmt)
-        if is_fused and fmt is not None:
-            seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
-            return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
+        if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
+            return 0.0, elements * fmt.block_bytes / fmt.block_values
         if fmt is not None:
             return conversions * elements / processor.dequantize_elements_s, elements * work
         if problem.multiplies_as_stored:

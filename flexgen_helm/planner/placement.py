@@ -202,10 +202,6 @@ LONG_PAGE_TOKENS = 64
 # there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
 
-# Rows of x up to which products read packed weights without dequantizing them (`quant.kernels`): with tensor cores that
-# take bfloat16 too, on other devices, and on CPUs. Tests compare them with the kernels' own.
-FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 192, 32, 8
-
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096

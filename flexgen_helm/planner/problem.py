@@ -24,9 +24,6 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.planner.placement import (
     BLOCK_SEQUENCES,
-    FUSED_ROWS_ON_CPUS,
-    FUSED_ROWS_ON_DEVICES,
-    FUSED_ROWS_WITH_TENSOR_CORES,
     KINDS,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
@@ -47,7 +44,7 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.policy import Policy, Schedule, Workload
 from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.quant.formats import GroupFormat, StoredFormat
+from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.precisions import Precision
 
 # Affine forms over the nine placement fractions, which every cost is made of.
@@ -467,16 +464,6 @@ class PlanningProblem:
             (`kv_cache.storage`).
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
-
-    def fused_rows(self, fmt: GroupFormat | None) -> int:
-        """Return the rows of x up to which products read weights packed as `fmt` without dequantizing them."""
-        processor = self.hardware.compute_processor
-        if fmt is None or not fmt.has_kernels or fmt.axis != "out":
-            return 0
-        if self.hardware.gpu is None:
-            return FUSED_ROWS_ON_CPUS
-        has_tensor_cores = processor.has_bfloat16 and self.compute_bytes == 2
-        return FUSED_ROWS_WITH_TENSOR_CORES if has_tensor_cores else FUSED_ROWS_ON_DEVICES
 
     def conversions(self, batches: float) -> float:
         """Times that one pass over `batches` batches converts a weight to the compute dtype."""

@@ -170,8 +170,7 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
     sequence_bytes = problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
     if workload.output == 1:
         sequence_bytes = 0.0
-    # The largest batch of prompts whose products read packed weights as they are.
-    batch_sizes = {*_BATCH_SIZES, max(1, int(problem.fused_rows(problem.precision.weights) / workload.computed))}
+    batch_sizes = {*_BATCH_SIZES}
     if not problem.endless:  # blocks of equal size: 17 sequences are rather 9 and 8 than 8, 8 and 1
         batch_sizes |= {-(-workload.num_sequences // blocks) for blocks in _NUM_BLOCKS}
     known: set[BlockShape] = set()

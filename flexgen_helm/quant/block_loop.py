@@ -36,11 +36,11 @@ _INT8 = ir.IntType(8)
 @cache
 def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
     """Return loops that multiply and decode; raises `NotImplementedError` where the processor lacks 16-bit numbers."""
-    if not CONVERTS_HALVES and any(numbers.is_half for numbers in (*fmt.scales, *fmt.offsets)):
+    if not CONVERTS_HALVES and any(n.floating in ("F16", "F8_E5M2") for n in (fmt.codes, *fmt.scales, *fmt.offsets)):
         raise NotImplementedError("this processor does not convert 16-bit numbers")
     digest = hashlib.sha256(Path(__file__).read_bytes() + repr(fmt).encode()).hexdigest()[:16]
-    # Codes of several parts take longer.
-    few_rows = 2 * ROWS if HAS_AVX512 and len(fmt.codes.parts) == 1 else ROWS
+    takes_long = len(fmt.codes.parts) > 1 or fmt.codes.floating or not HAS_AVX512
+    few_rows = ROWS if takes_long else 2 * ROWS
     name, weights = f"{fmt.name}_{digest}", partial(_weights, fmt)
     return product_loop.loops(Stored(name, fmt.block_values, fmt.block_bytes, weights, few_rows))
 
@@ -115,13 +115,32 @@ def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int
 
 
 def _converted(builder: Any, numbers: Numbers, integers: Any) -> Any:
-    """Integers as float32."""
+    """Integers as float32, or the numbers whose bits they are."""
     kind = integers.type
+    if numbers.floating:
+        return _floats(builder, numbers.floating, integers)
     if numbers.signed:
         shift = ir.Constant(kind, [32 - sum(part.width for part in numbers.parts)] * kind.count)
         integers = builder.ashr(builder.shl(integers, shift), shift)
     integers = builder.sub(integers, ir.Constant(kind, [numbers.zero] * kind.count))
     return builder.sitofp(integers, ir.VectorType(FLOAT, kind.count))
+
+
+def _floats(builder: Any, name: str, bits: Any) -> Any:
+    """Floating-point numbers in float32, by safetensors' name of their type."""
+    kind, result = bits.type, ir.VectorType(FLOAT, bits.type.count)
+
+    def shifted(value: Any, mask: int, shift: int) -> Any:
+        value = builder.and_(value, ir.Constant(kind, [mask] * kind.count))
+        return builder.shl(value, ir.Constant(kind, [shift] * kind.count))
+
+    if name in ("F16", "F8_E5M2"):  # the second is the upper half of the first
+        halves = builder.trunc(shifted(bits, 0xFFFF, 8 if name == "F8_E5M2" else 0), ir.VectorType(INT16, kind.count))
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), kind.count)), result)
+    if name == "F8_E4M3":  # its exponent begins at 2^-7, that of float32 at 2^-127
+        bits = builder.or_(shifted(bits, 0x80, 24), shifted(bits, 0x7F, 20))
+        return builder.fmul(builder.bitcast(bits, result), ir.Constant(result, [2.0**120] * kind.count))
+    return builder.bitcast(shifted(bits, 0xFFFF, 16) if name == "BF16" else bits, result)
 
 
 def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:

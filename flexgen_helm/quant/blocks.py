@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.quant.formats import BlockFormat, Numbers
+
+_FLOATS = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# Bits of the highest byte that are all set in a number that is not finite.
+_NOT_FINITE = {"F16": 0x7C, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 
 
 def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
@@ -21,10 +33,18 @@ def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
-    """Whether a scale or an offset of bytes [rows, row bytes] is not finite; codes always are."""
+    """Whether a number of bytes [rows, row bytes] is not finite."""
     blocks = packed.reshape(-1, fmt.block_bytes)
-    halves = (numbers for numbers in (*fmt.scales, *fmt.offsets) if numbers.is_half)
-    return any(bool((blocks[:, part.parts[1].bytes[0]] & 0x7C).eq(0x7C).any()) for part in halves)
+    for numbers in (*fmt.scales, *fmt.offsets, fmt.codes):
+        if numbers.floating in _NOT_FINITE:
+            mask = _NOT_FINITE[numbers.floating]
+            found = bool((blocks[:, list(numbers.parts[-1].bytes)] & mask).eq(mask).any())
+        else:
+            can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
+            found = bool(can_be) and not bool(_numbers(blocks, numbers).isfinite().all())
+        if found:
+            return True
+    return False
 
 
 def _product(blocks: Tensor, factors: Sequence[Numbers], count: int) -> Tensor:
@@ -44,8 +64,9 @@ def _numbers(blocks: Tensor, numbers: Numbers) -> Tensor:
         places, shifts = (torch.tensor(given, device=device) for given in (part.bytes, part.shifts))
         found = blocks.index_select(1, places).int() >> shifts.int() & (1 << part.width) - 1
         integer, width = integer | found << width, width + part.width
-    if numbers.is_half:
-        return (integer - (integer >> 15 << 16)).short().view(torch.float16).float()
+    if numbers.floating:
+        dtype = _FLOATS[numbers.floating]
+        return integer.to(_INTEGERS[dtype.itemsize]).view(dtype).float()
     if numbers.table is not None:
         return torch.tensor(numbers.table, dtype=torch.float32, device=device)[integer.long()]
     if numbers.signed:

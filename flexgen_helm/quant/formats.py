@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal, TypeAlias
 
 from flexgen_helm.errors import UsageError
@@ -109,14 +110,18 @@ class Numbers:
     zero: is subtracted from the integer that the bits are.
     signed: the highest of 8 bits is the integer's sign.
     table: what the integer names; None for itself.
-    is_half: the bits are a float16.
+    floating: the bits are a floating-point number: F16, BF16, F32, F8_E4M3 or F8_E5M2, as safetensors calls them.
     """
 
     parts: tuple[Bits, ...]
     zero: int = 0
     signed: bool = False
     table: tuple[float, ...] | None = None
-    is_half: bool = False
+    floating: str = ""
+
+    @property
+    def is_half(self) -> bool:
+        return self.floating == "F16"
 
     @property
     def count(self) -> int:
@@ -171,8 +176,12 @@ def _bits(count: int, at: int, width: int, span: int, shift: int = 0) -> Bits:
     return Bits(width, places, tuple(shift + width * (i // span % per_byte) for i in numbers))
 
 
+def _float(kind: str, at: int, size: int) -> Numbers:
+    return Numbers(tuple(_bits(1, at + byte, 8, 1) for byte in range(size)), floating=kind)
+
+
 def _half(at: int) -> Numbers:
-    return Numbers((_bits(1, at, 8, 1), _bits(1, at + 1, 8, 1)), is_half=True)
+    return _float("F16", at, 2)
 
 
 def _k_scales(at: int) -> tuple[Numbers, Numbers]:
@@ -266,3 +275,30 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         BlockFormat("TQ2_0", 256, 66, Numbers((_bits(256, 0, 2, 32),), zero=1), (_half(64),)),
     )
 }
+
+
+# safetensors: how a code is read, and bytes of the numbers that multiply it.
+_FP4_CODES = tuple(value / 2 for value in _FP4[:8]) + tuple(-value / 2 for value in _FP4[:8])
+_E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
+_SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}
+
+
+@cache
+def scaled_format(codes: str, scale: str, values: int) -> BlockFormat | None:
+    """Return the format of blocks of a scale and codes behind it; None for types that have none.
+
+    codes: F8_E4M3, F8_E5M2, I8, or FP4, two of which are in a byte, the first one in its lower half.
+    scale: F32, F16, BF16, or F8_E8M0.
+    """
+    if (at := _SCALE_BYTES.get(scale)) is None:
+        return None
+    numbers = {
+        "FP4": Numbers((_bits(values, at, 4, 1),), table=_FP4_CODES),
+        "I8": Numbers((_bits(values, at, 8, values),), signed=True),
+        **{kind: Numbers((_bits(values, at, 8, values),), floating=kind) for kind in ("F8_E4M3", "F8_E5M2")},
+    }.get(codes)
+    if numbers is None:
+        return None
+    factor = Numbers((_bits(1, 0, 8, 1),), table=_E8M0) if scale == "F8_E8M0" else _float(scale, 0, at)
+    size = at + (values // 2 if codes == "FP4" else values)
+    return BlockFormat(f"{codes} {scale} {values}", values, size, numbers, (factor,))

@@ -1,9 +1,9 @@
-"""Dequantization into the compute type, and products with quantized weights: compiled loops, else plain torch.
+"""Dequantization into the compute type, and a host's products with quantized weights: compiled loops, else plain torch.
 
 Plain torch passes over the values several times, each through memory; a compiled loop passes once and leaves the tile
-in the cache. Both dequantize to the same bits; products of few rows sum codes instead, and differ by rounding. numba
-(CPUs) and Triton (CUDA) compile at the first call and keep the result on disk. The first error of Triton, such as a
-machine without a C compiler, ends its use in this process.
+in the cache. Both dequantize to the same bits; products of few rows on a host sum codes instead, and differ by
+rounding. numba (CPUs) and Triton (CUDA) compile at the first call and keep the result on disk. The first error of
+Triton, such as a machine without a C compiler, ends its use in this process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from flexgen_helm.quant.arithmetic import word_table
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
 from flexgen_helm.quant.packing import dequantize, quantize
-
-Result = TypeVar("Result")
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
 QUANTIZED_MATMUL_ROWS = 8
@@ -41,8 +38,7 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
         return decode_into(packed, fmt, out)
     if fmt.has_kernels and out.is_contiguous():
         if _is_for_triton(packed, out):
-            done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))
-            return dequantize_with_torch(packed, fmt, out) if done is None else done
+            return out if _with_triton(packed, fmt, out) else dequantize_with_torch(packed, fmt, out)
         if _on_cpu(packed, out) and (module := loops()) is not None:
             loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
             _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
@@ -65,14 +61,12 @@ def quantized_matmul(
 ) -> Tensor | None:
     """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
-    The matrix is not dequantized in memory. None where dequantizing is faster or there is no kernel: more tokens than
-    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_launches` takes on a device, other bits, axis 'in' (tables).
+    The matrix is not dequantized in memory. None where dequantizing is faster or there is no loop: more tokens than
+    `QUANTIZED_MATMUL_ROWS`, a device, other bits, axis 'in' (tables).
     """
-    if not fmt.has_kernels or fmt.axis != "out" or not x.is_contiguous():
+    if x.shape[0] > QUANTIZED_MATMUL_ROWS or not fmt.has_kernels or fmt.axis != "out" or not x.is_contiguous():
         return None
-    if _is_for_triton(packed, x):
-        return _with_triton(lambda kernels: kernels.matmul(x, packed, fmt, rows, bias))
-    if x.shape[0] > QUANTIZED_MATMUL_ROWS or not _on_cpu(packed, x) or (module := loops()) is None:
+    if not _on_cpu(packed, x) or (module := loops()) is None:
         return None
     y = empty((x.shape[0], rows))
     _run(module.matmul_columns, packed, fmt, [x.data_ptr(), rows, x.shape[1], y.data_ptr(), x.shape[0]])
@@ -129,18 +123,19 @@ def _product(x: Tensor, packed: Tensor, fmt: GroupFormat) -> Tensor:
 loops = Loops("dequantization", "flexgen_helm.quant.numba_kernels", _examples, tolerance=1e-4)
 
 
-def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
-    """Return the result of a call with Triton's kernels; None if there is none.
+def _with_triton(packed: Tensor, fmt: GroupFormat, out: Tensor) -> bool:
+    """Dequantize with Triton's kernels; return whether they did.
 
     The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,
     for which it needs a driver, a C compiler, and a GPU that it knows. Too little memory is the caller's affair.
     """
     if TRITON in switched_off:
-        return None
+        return False
     try:
-        return call(import_module("flexgen_helm.quant.triton_launches"))
+        import_module("flexgen_helm.quant.triton_launches").dequantize_into(packed, fmt, out)
+        return True
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
             raise
         switch_off(TRITON, f"{type(error).__name__}: {error}".splitlines()[0])
-        return None
+        return False

@@ -17,18 +17,14 @@ All but the first two count by place: 'file:line' of the package's innermost fra
             engine.run(requests)
     device.check()
 
-With a `clock` copies, products and threads take simulated time, and overlap is measured.
-
-What it does not model: 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
+What it does not model: time; 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
 and launched as on a GPU, and a stand-in computes by plain PyTorch.
 """
 
 from __future__ import annotations
 
 import _thread
-import concurrent.futures.thread
 import mmap
-import queue
 import sys
 import threading
 from collections import Counter
@@ -47,7 +43,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
-from tests.cuda.clock import Clock, ClockLock, Lane, Op
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
 from tests.helpers.fused_attention import KERNELS
@@ -75,15 +70,12 @@ class Stream:
         self._world = _world()
         self.device = torch.device("cuda", self._world.index_of(device))
         self.actor = self._world.ordering.new_actor(f"{name} of {self.device}")
-        self.lane = Lane()
         self._world.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         ordering = self._world.ordering
         ordering.join(self.actor, ordering.snapshot(ordering.thread()))
         ordering.join(self.actor, ordering.certain(event.recordings))
-        if self._world.clock is not None:
-            self._world.clock.append(self.lane, Op("", 0.0, event.op))
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -95,9 +87,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self._world.synchronize(self)
-
-    def query(self) -> bool:
-        return self._world.ordering.is_completed({self.actor: self._world.ordering.snapshot(self.actor)[self.actor]})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.actor == self.actor
@@ -111,13 +100,11 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.recordings: list[Recording] = []
-        self.op: Op | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         world = _world()
         stream = stream or world.current_stream()
         self.recordings.append(world.ordering.record(stream.actor))
-        self.op = stream.lane.last
         del self.recordings[:-4096]
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -126,15 +113,7 @@ class Event:
     def synchronize(self) -> None:
         world = _world()
         world.count(world.syncs)
-        if world.clock is not None:
-            world.clock.wait_for(self.op)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
-
-    def query(self) -> bool:
-        return not self.recordings or _world().ordering.is_completed(self.recordings[-1].clock)
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
 
 
 class CudaTensor(Tensor):
@@ -259,10 +238,10 @@ class _Runtime:
 
 
 class Device:
-    """One machine's CUDA devices; see the module. Counters may be cleared between two runs by `reset`."""
+    """One machine's CUDA devices; see the module."""
 
-    def __init__(self, num_devices: int, memory: int, clock: Clock | None = None) -> None:
-        self.ordering, self.clock = Ordering(_text), clock
+    def __init__(self, num_devices: int, memory: int) -> None:
+        self.ordering = Ordering(_text)
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
@@ -289,11 +268,6 @@ class Device:
         shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
         assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
         assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
-
-    def reset(self) -> None:
-        """Clear all counters, but no races and no mixes."""
-        for counter in (self.syncs, self.kernels, self.pageable_copies):
-            counter.clear()
 
     @property
     def pinned_bytes(self) -> int:
@@ -341,10 +315,7 @@ class Device:
         self._wait_for(stream or self.current_stream())
 
     def _wait_for(self, stream: Stream) -> None:
-        steps = self.ordering.snapshot(stream.actor)
-        if self.clock is not None:
-            self.clock.wait_for(stream.lane.last)
-        self.ordering.wait_for(steps)
+        self.ordering.wait_for(self.ordering.snapshot(stream.actor))
 
     def synchronize_device(self, device: Any = None) -> None:
         self.count(self.syncs)
@@ -447,9 +418,6 @@ class Device:
             raise RuntimeError(f"CUDA error: {'out of memory' if error == 2 else error}")
         self.count(self.kernels)
         stream, trail = self.current_stream(device).actor, _trail()
-        if self.clock is not None:
-            num_bytes = sum(end - first for first, end in (tensor.span for tensor in (*reads, *writes)))
-            self.clock.run(self.current_stream(device).lane, what, num_bytes)
         with self.ordering.lock:
             self.ordering.launch(stream)
             for tensors, is_write in ((reads, False), (writes, True)):
@@ -681,23 +649,21 @@ def _world() -> Device:
     return _device
 
 
-def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
+def _launch_triton(launch: Any, *arguments: Any) -> None:
     """Stand in for a launch of Triton; needs the kernel's device to be the current one."""
-    from tests.helpers.triton_stand_in import run, written
+    from tests.helpers import triton_stand_in
 
     world = _world()
     tensors = [x for x in arguments if isinstance(x, CudaTensor)]
     if len(tensors) < len([*_tensors(arguments)]) or any(x.device.index != world.current_device() for x in tensors):
         world._mix("a kernel of Triton on another device than the current one")
-    target = arguments[written(launch)]
-    run(launch, *_values(arguments), fused=fused)
+    target = arguments[1]
+    triton_stand_in.run(launch, *_values(arguments))
     world.launch(launch.kernel.__name__, target.device, [x for x in tensors if x is not target], [target])
 
 
-def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
-    ordering, clock = world.ordering, world.clock
-    new_lock: Callable[[], Any] = _thread.allocate_lock if clock is None else lambda: ClockLock(clock)
-    new_rlock: Callable[[], Any] = _thread.RLock if clock is None else threading._PyRLock  # type: ignore[attr-defined]
+def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
+    ordering = world.ordering
 
     def own_threads(patch: pytest.MonkeyPatch) -> None:
         run, join, submit = threading.Thread.run, threading.Thread.join, ThreadPoolExecutor.submit
@@ -705,10 +671,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def started(self: threading.Thread) -> None:
             self._clock_at_start = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
-            self._runs = new_lock()  # type: ignore[attr-defined]
-            self._runs.acquire()  # type: ignore[attr-defined]
-            if clock is not None:
-                clock.starts()
             start(self)
 
         def run_in_mode(self: threading.Thread) -> None:
@@ -719,13 +681,8 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
                     run(self)
             finally:
                 self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
-                if clock is not None:
-                    self._runs.release()  # type: ignore[attr-defined]
-                    clock.ends()
 
         def joined(self: threading.Thread, timeout: float | None = None) -> None:
-            if clock is not None and self._runs.acquire():  # type: ignore[attr-defined]
-                self._runs.release()  # type: ignore[attr-defined]
             join(self, timeout)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_end", {}))
 
@@ -746,27 +703,21 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._idle_semaphore._cond = threading.Condition(new_lock())  # orders idle threads by chance
+            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
 
         patch.setattr(ThreadPoolExecutor, "__init__", made_without)
-        if clock is not None:  # what is written in C, or was made before, would block without the clock
-            patch.setattr(threading, "_allocate_lock", new_lock)
-            patch.setattr(concurrent.futures.thread, "_global_shutdown_lock", new_lock())
-            patch.setattr(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
 
     def own_locks(patch: pytest.MonkeyPatch) -> None:
         def lock() -> Any:
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
-            return _thread.allocate_lock() if counts else TrackedLock(ordering, new_lock())
+            return _thread.allocate_lock() if counts else TrackedLock(ordering, _thread.allocate_lock())
 
         patch.setattr(threading, "Lock", lock)
-        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, new_rlock()))
+        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
 
     def torch_cuda(patch: pytest.MonkeyPatch) -> None:
         class Properties:
-            name, major, minor, multi_processor_count = "CUDA in host memory", 8, 0, 108
-            total_memory = world.memory[0].total
-            clock_rate, memory_clock_rate, memory_bus_width = 1_410_000, 1_215_000, 5120
+            name, total_memory = "CUDA in host memory", world.memory[0].total
 
         replaced: dict[str, Any] = {
             "_lazy_init": lambda: None,
@@ -784,34 +735,32 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
             "default_stream": world.default_stream,
             "synchronize": world.synchronize_device,
             "mem_get_info": world.mem_get_info,
-            "memory_reserved": lambda device=None: world.memory[world.index_of(device)].reserved,
-            "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
             "empty_cache": world.empty_cache,
             "_sleep": lambda cycles: None,
             "set_per_process_memory_fraction": world.limit,
             "cudart": lambda: _Runtime,
             "get_device_name": lambda device=None: Properties.name,
             "get_device_properties": lambda device=None: Properties,
-            "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+            "get_device_capability": lambda device=None: (8, 0),
         }
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
+        from flexgen_helm.engine import engine, proof
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        kept = [attention.device_kernel]
-        if is_tried:  # a child process has no such device
-            patch.setattr("flexgen_helm.engine.engine.require_trial", lambda *_: True)
+        for function in (attention.device_kernel, proof._device_text, proof._dequantizes_alike, proof._attention_fault):
+            function.cache_clear()  # what an earlier device was like
+        if is_proved:
+            patch.setattr(engine, "require_proof", lambda *_: True)
+            patch.setattr(engine, "compare_kernels", lambda *_: None)
         with suppress(ImportError):  # a machine without Triton
             from flexgen_helm.quant import triton_launches
 
-            kept.append(triton_launches._describe)
             patch.setattr(triton_launches.Launch, "run", _launch_triton)
-        for function in kept:
-            function.cache_clear()  # tensors and rules of an earlier device
 
         transfer = disk.DirectFile._transfer
 
@@ -823,7 +772,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._store_done = threading.Condition(new_rlock())  # it counts bytes, as those of `_COUNTING`
+            self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
 
         patch.setattr(transfer_manager.TransferManager, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
@@ -833,21 +782,19 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_tried: bool) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(
-    num_devices: int = 1, memory: int = 4 * GIB, clock: Clock | None = None, is_tried: bool = True
-) -> Iterator[Device]:
+def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, is_proved: bool = True) -> Iterator[Device]:
     """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back.
 
-    is_tried: the engine takes its fast paths without trying them.
+    is_proved: the engine computes without proving itself.
     """
     global _device
     assert _device is None, "one machine at a time"
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode uses it
     lifted = torch._C._only_lift_cpu_tensors()
-    world = _device = Device(num_devices, memory, clock)
+    world = _device = Device(num_devices, memory)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            _patch(patch, world, is_tried)
+            _patch(patch, world, is_proved)
             torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") copies from the host
             with _Mode(world):
                 yield world

@@ -19,7 +19,7 @@ from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.kernels.products import linear
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
-from tests.cuda import costs
+from tests.cuda import counts
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import (
     DISK,
@@ -40,12 +40,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check(model, folder, dtype=torch.float16, asked=None, **settings):
-    """Compare a run with `transformers`; return its record and costs."""
-    with cuda_in_host_memory() as device, costs.counted(device) as counts:
+    """Compare a run with `transformers`; return its record and counts."""
+    with cuda_in_host_memory() as device, counts.counted(device) as found:
         results, record = run(model.path, asked or requests(), dtype, offload_dir=folder, **settings)
     device.check()
     assert_close(model, results, dtype)
-    return record, counts
+    return record, found
 
 
 @pytest.mark.fast(4)
@@ -64,9 +64,9 @@ def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_atten
     if PLACEMENTS[placement] is not None:
         settings["policy"] = PLACEMENTS[placement]
     asked = [*requests(3, 30, 1), *requests(4, 30, 6, shared=20)]
-    _, counts = check(tiny("llama"), tmp_path, asked=asked, **settings)
+    _, found = check(tiny("llama"), tmp_path, asked=asked, **settings)
     if not cpu_attention:  # the host attends to keys that it has waited for
-        costs.check(counts)
+        counts.check(found)
 
 
 @pytest.mark.fast(2)
@@ -78,12 +78,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     with Engine.from_pretrained(model.path, device="cpu", precision=precision, offload_dir=tmp_path) as engine:
         expected = [x for result in engine.run(asked) for x in result.prompt_logprobs[1:]]
     settings = {} if placement == "resident" else dict(policy=PLACEMENTS[placement], schedule="zigzag")
-    with cuda_in_host_memory() as device, costs.counted(device) as counts:
+    with cuda_in_host_memory() as device, counts.counted(device) as found:
         results, _ = run(
             model.path, asked, torch.float16, precision=precision, offload_dir=tmp_path, cpu_attention=False, **settings
         )
     device.check()
-    costs.check(counts)
+    counts.check(found)
     scores = [x for result in results for x in result.prompt_logprobs[1:]]
     # Where keys are packed and values selected by them, another selection is a larger step.
     bound = 5e-2 if precision == "4bit-s" else 2e-2

@@ -14,7 +14,6 @@ import torch
 
 import flexgen_helm
 from flexgen_helm import Policy
-from flexgen_helm.hardware.process_state import COPIES, switched_off
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.run_plan import RunMemory
 from tests.cuda.device import cuda_in_host_memory
@@ -105,7 +104,6 @@ RUNS = {
     ),
     # Only experts are offloaded: what the ring marks would order them, too.
     "experts": dict(policy=Policy(3, 2, 0.4, 0.6, 1, 0, 1, 0), schedule="zigzag", variant="mixtral"),
-    "no background copies": dict(policy=Policy(3, 2, *(0.3,) * 6), schedule="zigzag", without=COPIES),
 }
 
 
@@ -129,8 +127,6 @@ def races(tiny, folder, settings) -> int:
         with_expert_slots(patch, 2)
         if page := settings.pop("page", 0):  # caches grow, as those of long answers do
             patch.setattr(RunMemory, "_page_tokens", page)
-        if path := settings.pop("without", ""):
-            patch.setitem(switched_off, path, "")
         patch.setattr(TransferManager, "to_host", late(TransferManager.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
         try:
@@ -151,8 +147,7 @@ def test_the_code_as_it_is_has_no_race(tiny, tmp_path, settings):
 def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
     remove(monkeypatch, *statement)
     # The first run that shows a race is enough; some statements need one of their own.
-    known = {"settled": "growing", "_values": "selected", "move": "host", "flexgen_helm.offload.experts": "experts",
-             "_wait": "no background copies"}  # fmt: skip
+    known = {"settled": "growing", "_values": "selected", "move": "host", "flexgen_helm.offload.experts": "experts"}
     first = known.get(statement[0], known.get(statement[1], "three tiers"))
     names = sorted(RUNS, key=lambda name: name != first)
     # Beside other programs, threads may meet in the right order by chance: a run shows the race in one of some rounds.

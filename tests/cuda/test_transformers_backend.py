@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexgen_helm import GenerationRequest
-from tests.cuda.costs import check, counted
+from tests.cuda.counts import check, counted
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import PLACEMENTS, assert_close, requests, run
 from tests.helpers.backend_models import saved
@@ -35,13 +35,13 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     settings = dict(schedule="zigzag", cpu_attention=False, offload_dir=tmp_path / "tiers")
     if PLACEMENTS[placement] is not None:
         settings |= dict(policy=PLACEMENTS[placement])
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         results, _ = run(model.path, asked, torch.float16, **settings)
     device.check()
-    routed = [line for line in costs.waits if line.startswith("models/routing.py")]
+    routed = [line for line in counts.waits if line.startswith("models/routing.py")]
     assert bool(routed) == (name in WITH_EXPERTS)
-    costs.waits = [line for line in costs.waits if line not in routed]
-    check(costs)
+    counts.waits = [line for line in counts.waits if line not in routed]
+    check(counts)
     assert_close(model, results, torch.float16)
 
 
@@ -52,7 +52,7 @@ LAUNCHES = 27
 def test_launches_of_a_decode_step(tmp_path):
     saved("SeedOssForCausalLM", tmp_path / "model")
     asked = [GenerationRequest(prompt_token_ids=[3 + i, *range(4, 33)], max_tokens=6) for i in range(5)]
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         run(tmp_path / "model", asked, torch.float16, precision="fp16")
-    check(costs)
-    assert min(costs.layers) == LAUNCHES
+    check(counts)
+    assert min(counts.layers) == LAUNCHES

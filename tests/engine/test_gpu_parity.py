@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.device_trial import known_failures, require_trial
+from flexgen_helm.engine.proof import compare_kernels, difference_of_miniature
+from flexgen_helm.hardware.process_state import switched_off
+from flexgen_helm.models.architectures import architecture_of_config
+from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.parity import differences, prompts
 from tests.helpers.tiny_models import VARIANTS
 
@@ -26,10 +31,20 @@ def test_scores_equal_transformers(tiny, variant, schedule):
     check(tiny(variant), variant, schedule=schedule)
 
 
-def test_no_fast_path_is_wrong():
-    """By the trial that users' first engine has."""
-    assert require_trial(torch.device("cuda", 0), unverified=False)
-    assert known_failures(torch.device("cuda", 0)) == {}
+@pytest.mark.parametrize("precision", ["4bit", "8bit", "paper-4bit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_kernel_is_wrong(dtype, precision):
+    """As users' engines compare them."""
+    compare_kernels(torch.device("cuda", 0), dtype, PRECISIONS[precision], 64)
+    assert not switched_off
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral"])
+def test_small_models_prove_themselves(tiny, variant):
+    """As users' models do."""
+    content = json.loads((tiny(variant).path / "config.json").read_text())
+    config = architecture_of_config(content).read_config(content)
+    assert difference_of_miniature(content, config, 0, Engine, torch.device("cuda", 0)) < 1e-3
 
 
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom"])

@@ -221,7 +221,7 @@ def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
 def test_two_of_three_seeds_that_differ_refuse_it(home, tmp_path, monkeypatch, differences, passes):
     """One may differ: two experts that score alike change places."""
     saved("SmolLM3ForCausalLM", tmp_path / "model")
-    monkeypatch.setattr(proof, "difference_of_miniature", lambda content, config, seed, engine: differences[seed])
+    monkeypatch.setattr(proof, "difference_of_miniature", lambda content, config, seed, *_: differences[seed])
     if passes:
         Engine.from_pretrained(tmp_path / "model").close()
         return
@@ -278,6 +278,7 @@ def test_the_key_names_every_part_that_decides(monkeypatch):
         proof.ProofKey("Other", key.code, key.kind).digest,
         proof.ProofKey(key.class_name, "0", key.kind).digest,
         proof.ProofKey(key.class_name, key.code, "{}").digest,
+        proof.ProofKey(key.class_name, key.code, key.kind, "a GPU").digest,
     ]
     before = key.digest
     monkeypatch.setattr(torch, "__version__", "2.99.0")
@@ -285,5 +286,5 @@ def test_the_key_names_every_part_that_decides(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(proof, "own_digest", lambda package: "0")
     changed.append(key.digest)
-    assert len({before, *changed}) == 6
+    assert len({before, *changed}) == 7
     assert code_digest("SmolLM3ForCausalLM") != code_digest("CohereForCausalLM")

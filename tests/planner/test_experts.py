@@ -129,7 +129,7 @@ def test_a_block_costs_what_is_read_and_converted_in_its_passes(batch, batches, 
     used = 1 - (1 - 8 / 128) ** tokens
     prompt_batches = -(-tokens // min(2048, batch * 300))
     expert_rows = tokens * 8 / (128 * used)
-    tiles = -(-expert_rows // 4096) if expert_rows > 192 else 0  # few rows multiply packed weights as they are
+    tiles = -(-expert_rows // 4096)
     for name, shape in tensor_shapes(one.config).items():
         if len(shape) == 1 or name.startswith("embed"):
             continue

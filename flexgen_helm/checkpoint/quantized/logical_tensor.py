@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import row_tiles
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, report
 
@@ -41,6 +41,7 @@ class LogicalTensor:
     dtype: safetensors' name of the type to which its values belong.
     parts: the stored tensors; the first one holds the values.
     prepare: reads what all rows need, such as scales, and returns what reads rows.
+    published: the same as blocks of a format; None where there is none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LogicalTensor:
     dtype: str
     parts: tuple[StoredTensor, ...]
     prepare: Callable[[], ReadRows] = field(repr=False)
+    published: PublishedTensor | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:

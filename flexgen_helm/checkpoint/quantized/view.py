@@ -22,8 +22,9 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
     require,
     title_of,
 )
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.quant.formats import scaled_format
 
 # Of activations and caches, which are not quantized here.
 _UNUSED = (
@@ -102,6 +103,8 @@ def logical_tensors(
 
 # ---- codes of 8 or 4 bits with a scale for each block: FP8, INT8, FP4 ----
 
+# Values of a block, where several have one scale: the most that one loop decodes without a turn.
+_BLOCK_VALUES = (128, 64, 32)
 # OCP Microscaling Formats 1.0, E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4_VALUES = torch.cat([_E2M1, -_E2M1])
@@ -166,7 +169,32 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
 
         return rows
 
-    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare)
+    published = _as_blocks(scaling, codes, shape, grid, block)
+    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
+
+
+def _as_blocks(
+    scaling: _Scaling, codes: StoredTensor, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int]
+) -> PublishedTensor | None:
+    """Return the rows as blocks of a scale and its codes; None where no format has them."""
+    is_plain = scaling.factor == 1 and scaling.global_scale is None and scaling.zero_point is None
+    rows, width = block[0], shape[-1]
+    if prod(grid) == 1:
+        rows = prod(shape[:-1])
+    elif grid[:-2] != shape[:-2] or (prod(shape[:-2]) > 1 and shape[-2] % rows):
+        is_plain = False
+    values = next((size for size in _BLOCK_VALUES if width % size == 0 and (grid[-1] == 1 or block[1] % size == 0)), 0)
+    kind = "F8_E8M0" if scaling.scale.dtype == "U8" else scaling.scale.dtype
+    fmt = scaled_format("FP4" if scaling.fp4 else codes.dtype, kind, values) if is_plain and values else None
+    if fmt is None:
+        return None
+    size = scaling.scale.size // max(1, prod(scaling.scale.shape))
+    of_row = width // values if grid[-1] == 1 else block[1] // values
+    scales = StoredPlane(scaling.scale.file, scaling.scale.offset, grid[-1] * size, size, rows, of_row)
+    code_bytes = fmt.block_bytes - size
+    return PublishedTensor(
+        fmt, (scales, StoredPlane(codes.file, codes.offset, code_bytes * width // values, code_bytes))
+    )
 
 
 def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -215,7 +243,8 @@ def _transposed(stored: LogicalTensor) -> LogicalTensor:
 
         return rows
 
-    return replace(stored, shape=(*leading, inputs, outputs), prepare=prepare)
+    published = stored.published and replace(stored.published, transposed=True)
+    return replace(stored, shape=(*leading, inputs, outputs), prepare=prepare, published=published)
 
 
 def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:

@@ -1,4 +1,4 @@
-"""What a run on the CUDA device in host memory costs the host."""
+"""How often a run on the CUDA device in host memory launches and waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py", "offload/exper
 
 
 @dataclass
-class Costs:
+class Counts:
     """Of one run.
 
     layers: launches of each decode layer.
@@ -36,9 +36,9 @@ class Costs:
 
 
 @contextmanager
-def counted(device: Device) -> Iterator[Costs]:
+def counted(device: Device) -> Iterator[Counts]:
     """Count what runs inside the passes."""
-    costs, honest_run = Costs(), Executor.run
+    counts, honest_run = Counts(), Executor.run
     for kept in (word_scales(torch.device("cuda:0")), word_zero_points(4, torch.device("cuda:0"))):
         assert kept.is_cuda  # tables that a process copies once
 
@@ -46,29 +46,29 @@ def counted(device: Device) -> Iterator[Costs]:
         before = sum(device.kernels.values())
         hidden = compute()
         if not any(batch.attend.metadata.prompts for batch in batches):
-            costs.layers.append(sum(device.kernels.values()) - before)
+            counts.layers.append(sum(device.kernels.values()) - before)
         return hidden
 
     def run_pass(self: Executor, batches: Any, *arguments: Any, **named: Any) -> None:
         syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
-        kernels, layers = sum(device.kernels.values()), sum(costs.layers)
+        kernels, layers = sum(device.kernels.values()), sum(counts.layers)
         honest_run(self, batches, *arguments, **named)
-        costs.beside.append(sum(device.kernels.values()) - kernels - (sum(costs.layers) - layers))
-        costs.batches += len(batches)
+        counts.beside.append(sum(device.kernels.values()) - kernels - (sum(counts.layers) - layers))
+        counts.batches += len(batches)
         for before, after, lines in (
-            (syncs, device.syncs, costs.waits),
-            (copies, device.pageable_copies, costs.pageable),
+            (syncs, device.syncs, counts.waits),
+            (copies, device.pageable_copies, counts.pageable),
         ):
-            is_wait = lines is costs.waits
+            is_wait = lines is counts.waits
             lines += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
 
     with pytest.MonkeyPatch.context() as patch:
         replace_layers(patch, step)
         patch.setattr(Executor, "run", run_pass)
-        yield costs
+        yield counts
 
 
-def check(costs: Costs) -> None:
-    assert len(costs.waits) == costs.batches and len(set(costs.waits)) == 1, costs.waits
-    assert costs.waits[0].startswith("engine/executor.py")
-    assert not costs.pageable
+def check(counts: Counts) -> None:
+    assert len(counts.waits) == counts.batches and len(set(counts.waits)) == 1, counts.waits
+    assert counts.waits[0].startswith("engine/executor.py")
+    assert not counts.pageable

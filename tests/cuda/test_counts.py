@@ -1,4 +1,4 @@
-"""What a pass costs the host: one synchronization a batch beside those of copies, no pageable copy, few kernels.
+"""What a pass asks of the host: one synchronization a batch beside those of copies, no pageable copy, few kernels.
 
 `test_engine.py` counts the same for precisions and placements, whose values it compares.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexgen_helm.quant.precisions import PRECISIONS
-from tests.cuda.costs import check, counted
+from tests.cuda.counts import check, counted
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import PLACEMENTS, assert_close, requests, run
 from tests.helpers.layers import replace_layers
@@ -25,12 +25,12 @@ from tests.helpers.layers import replace_layers
 def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
     """Scored, drawn by nucleus and without, several completions over a shared prompt."""
     asked = requests(4, shared=20, temperature=0.8, top_p=0.9) + requests(3, temperature=1.0)
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         results, _ = run(tiny(variant).path, asked, torch.float16)
         monkeypatch.undo()
     device.check()
-    check(costs)
+    check(counts)
     assert_close(tiny(variant), results, torch.float16)
 
 
@@ -41,19 +41,21 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, placement):
     settings = dict(precision="fp16", cpu_attention=False, offload_dir=tmp_path)
     if (policy := {**PLACEMENTS, "experts on disk": "3x2,60,0,0,100,0,100"}[placement]) is not None:
         settings |= dict(policy=policy, schedule="zigzag")
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         results, _ = run(tiny("mixtral").path, requests(4, new=3), torch.float16, **settings)
     device.check()
     layers = tiny("mixtral").reference.config.num_hidden_layers
-    assert len(costs.waits) <= costs.batches * (1 + layers), Counter(costs.waits)
-    assert {line.split(":")[0] for line in costs.waits} <= {"engine/executor.py", "models/routing.py"}, costs.waits
-    assert not costs.pageable
+    assert len(counts.waits) <= counts.batches * (1 + layers), Counter(counts.waits)
+    assert {line.split(":")[0] for line in counts.waits} <= {"engine/executor.py", "models/routing.py"}, counts.waits
+    assert not counts.pageable
     assert_close(tiny("mixtral"), results, torch.float16)
 
 
 OUR_4BIT = PRECISIONS["4bit"]  # not with the small groups of the other tests
 # Launches of a decode layer.
 LAUNCHES = {("opt", "fp16"): 14, ("llama", "fp16"): 24, ("opt", "4bit"): 14, ("llama", "4bit"): 24}
+# Packed weights are dequantized by one kernel each, and then multiplied.
+PRODUCTS = {"opt": 6, "llama": 7}
 # Launches of a pass besides its layers: embedding, masks, sums that find what is not finite, and head.
 OTHERS = 52
 
@@ -63,11 +65,20 @@ OTHERS = 52
 def test_launches_of_a_decode_step(tiny, monkeypatch, variant, precision):
     """One block of sequences. In 4 bits a step completes no group of the cache, as nearly all steps of large ones."""
     monkeypatch.setitem(PRECISIONS, "4bit", OUR_4BIT)
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         run(tiny(variant).path, requests(5, new=6), torch.float16, precision=precision)
-    check(costs)
-    assert min(costs.layers) == LAUNCHES[variant, precision]
-    assert min(costs.beside) <= OTHERS
+    check(counts)
+    assert min(counts.layers) == LAUNCHES[variant, precision]
+    assert min(counts.beside) <= OTHERS
+
+
+@pytest.mark.parametrize("variant", PRODUCTS)
+def test_launches_of_packed_weights(tiny, monkeypatch, variant):
+    monkeypatch.setattr("flexgen_helm.planner.weight_placement.COPIES_SHARE", 0)
+    with cuda_in_host_memory() as device, counted(device) as counts:
+        run(tiny(variant).path, requests(5, new=6), torch.float16, precision="4bit-weights")
+    check(counts)
+    assert min(counts.layers) == LAUNCHES[variant, "fp16"] + PRODUCTS[variant]
 
 
 def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):
@@ -79,7 +90,7 @@ def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):
         return hidden
 
     replace_layers(monkeypatch, waiting)
-    with cuda_in_host_memory() as device, counted(device) as costs:
+    with cuda_in_host_memory() as device, counted(device) as counts:
         run(tiny("opt").path, requests(2, new=2), torch.float16)
     with pytest.raises(AssertionError):
-        check(costs)
+        check(counts)
