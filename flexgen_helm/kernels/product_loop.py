@@ -193,9 +193,9 @@ def _write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_la
     """
     x, x_row, last, w, w_row, last_output, steps, at, y, y_row = given
     x_rows, w_rows = _rows(builder, x, x_row, last, rows), _rows(builder, w, w_row, last_output, OUTPUTS)
-    places = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * OUTPUTS)]
+    addresses = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * OUTPUTS)]
     zero = ir.Constant(VECTOR, [0.0] * LANES)
-    begun = [zero if is_first else load(builder, address, VECTOR, 4) for address in places]
+    begun = [zero if is_first else load(builder, address, VECTOR, 4) for address in addresses]
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -219,7 +219,7 @@ def _write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_la
     builder.cbranch(builder.icmp_signed("<", following, steps), loop, behind)
     builder.position_at_end(behind)
     if not is_last:
-        for address, total in zip(places, sums):
+        for address, total in zip(addresses, sums):
             store(builder, total, address, 4)
         return
     totals, numbers = _totals(builder, sums)

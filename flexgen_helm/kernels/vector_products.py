@@ -55,12 +55,12 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Small whole numbers, in which nothing is rounded, and columns that fill no vector."""
-    for dtype in KINDS:
-        if multiplies_as_stored(dtype):
-            weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
-            x = torch.arange(9 * 37, device="cpu").remainder(13).sub(6).float().view(9, -1)
-            yield partial(_product, x, weight)
+    """Small whole numbers, in which nothing is rounded, and columns that fill no vector: few rows of x, and many."""
+    for dtype in filter(multiplies_as_stored, KINDS):
+        weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
+        x = torch.arange(19 * 37, device="cpu").remainder(13).sub(6).float().view(19, -1)
+        for count in (5, 19):
+            yield partial(_product, x[:count], weight)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
