@@ -14,10 +14,11 @@ import yaml
 
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry, HalfType
 from flexgen_helm.checkpoint.folder import CONFIG, read_config, read_json
-from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.config import Quantization, read_quantization
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.files import closest, listed
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.config import ModelConfig, expert_of, tensor_shapes
+from flexgen_helm.quant.formats import scaled_format
 from flexgen_helm.quant.precisions import PRECISIONS, Precision, PublishedFormats, precision_named
 
 # What HELM's names of our models begin with.
@@ -195,21 +196,41 @@ def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[Mo
 
 
 def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: str) -> Precision:
-    """Return a precision by its name, with the formats of the matrices that rest as the model's file has them.
+    """Return a precision by its name, with the formats of the matrices that rest as they are published.
 
-    Raises `UsageError` for an unknown one.
+    Those of a .gguf file are its own, those of other models what `quantization_config` says of all.
+    Raises `UsageError` for an unknown precision.
     """
     resolved, named = model if isinstance(model, ResolvedModel) else resolve(model), precision_named(precision)
-    if resolved.kind != "gguf" or resolved.entry is not None or resolved.path is None:
-        return named
-    from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
+    if resolved.kind == "gguf" and resolved.path is not None:
+        from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
-    return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
+        return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
+    quantization = _quantization(resolved)
+    if quantization is None or quantization.method not in _PLANNED:
+        return named
+    codes, scale = _PLANNED[quantization.method]
+    formats = {
+        name: fmt
+        for name, shape in tensor_shapes(read_model_config(resolved)[0]).items()
+        if len(shape) == 2 and name.startswith("layers.") and (codes != "FP4" or expert_of(name))
+        if not name.endswith(".router.weight")
+        if (fmt := scaled_format(codes, scale, shape[1], 32 if codes == "FP4" else 128)) is not None
+    }
+    return replace(named, published=PublishedFormats(formats))
+
+
+# Codes and scales of most files that a method has quantized; mxfp4 quantizes experts alone.
+_PLANNED = {"mxfp4": ("FP4", "F8_E8M0"), "fp8": ("F8_E4M3", "F32")}
 
 
 def quantized_by(model: str | os.PathLike[str]) -> str | None:
     """Return the method by which a catalog model's or a local folder's weights are quantized; None for all others."""
-    resolved = resolve(model)
+    quantization = _quantization(resolve(model))
+    return None if quantization is None else quantization.method
+
+
+def _quantization(resolved: ResolvedModel) -> Quantization | None:
     path = Path(CONFIG)
     if resolved.entry is not None:
         content = resolved.entry.published
@@ -218,8 +239,7 @@ def quantized_by(model: str | os.PathLike[str]) -> str | None:
         content = read_json(path)
     else:
         return None
-    quantization = read_quantization(content, path)
-    return None if quantization is None else quantization.method
+    return read_quantization(content, path)
 
 
 def _resolve_known(name: str, precision: str, revision: str | None) -> ResolvedModel | None:

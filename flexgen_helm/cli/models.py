@@ -145,9 +145,8 @@ def list_models(machine: Machine, pattern: str = "") -> list[Row]:
 def _row(name: str, machine: Machine, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE, local_weights
-    from flexgen_helm.checkpoint.names import read_model_config, resolve
+    from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
     from flexgen_helm.planner.weight_placement import fit, weight_bytes
-    from flexgen_helm.quant.precisions import PRECISIONS
 
     model, config, is_here = None, None, None
     with suppress(FlexgenError):  # the user's file names what is gone
@@ -163,9 +162,10 @@ def _row(name: str, machine: Machine, pattern: str) -> Row | None:
         return None
     if model is None or config is None:
         return Row(name, None, None, hub_repo, is_here, {}, {})
-    sizes = {precision: weight_bytes(config, PRECISIONS[precision]) for precision in _PRECISIONS}
+    precisions = {name: planned_precision(model, name) for name in _PRECISIONS}
+    sizes = {name: weight_bytes(config, precision) for name, precision in precisions.items()}
     fetched = 0 if is_here else GGUF_SIZE if model.kind == "wheel" else sizes["fp16"]
-    fits = {precision: fit(config, PRECISIONS[precision], machine.limits, fetched) for precision in _PRECISIONS}
+    fits = {name: fit(config, precision, machine.limits, fetched) for name, precision in precisions.items()}
     return Row(name, config.num_parameters, architecture, hub_repo, is_here, sizes, fits)
 
 

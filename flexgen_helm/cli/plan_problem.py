@@ -151,14 +151,19 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
 
 
 def print_stored_type(model: str, problem: PlanningProblem) -> None:
-    """Say so where the weights are published in another type than 16 bits: no run keeps them in it."""
+    """Say what becomes of weights that are published in another type than 16 bits."""
     from flexgen_helm.checkpoint.names import quantized_by
 
-    if method := quantized_by(model):
-        output().print(
-            f"The weights are stored as {method} and read as 16 bits; the plan counts {size(problem.stored_bytes)} in "
-            f"{problem.precision.name}."
-        )
+    if not (method := quantized_by(model)):
+        return
+    counted = f"the plan counts {size(problem.stored_bytes)} in {problem.precision.name}"
+    if not problem.precision.published.by_name:
+        text = f"are stored as {method} and read as 16 bits; {counted}"
+    elif problem.precision.weights is None:
+        text = f"rest as published, in {method}; {counted}"
+    else:
+        text = f"are published in {method} and rounded a second time; {counted}"
+    output().print(f"The weights {text}.")
 
 
 def print_time(

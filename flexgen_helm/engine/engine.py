@@ -134,6 +134,8 @@ class Engine:
             report(
                 Message(f"matrices of {self.name} are rounded to {to}: {shares}; transformers in float32 keeps them")
             )
+        if checkpoint.formats and model.precision.weights is not None:
+            report(Message(f"weights of {self.name} are quantized; {self.precision} rounds them again, fp16 does not"))
         self.identity = EngineIdentity(
             self.name,
             checkpoint.origin,

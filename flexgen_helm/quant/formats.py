@@ -283,14 +283,20 @@ _E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
 _SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}
 
 
+# Values of a block where a scale has more: the most that a loop decodes without a turn.
+_BLOCK_VALUES = (128, 64, 32)
+
+
 @cache
-def scaled_format(codes: str, scale: str, values: int) -> BlockFormat | None:
-    """Return the format of blocks of a scale and codes behind it; None for types that have none.
+def scaled_format(codes: str, scale: str, *multiples: int) -> BlockFormat | None:
+    """Return the format of blocks of a scale and codes behind it; None for types or widths that have none.
 
     codes: F8_E4M3, F8_E5M2, I8, or FP4, two of which are in a byte, the first one in its lower half.
     scale: F32, F16, BF16, or F8_E8M0.
+    multiples: of the values of a block.
     """
-    if (at := _SCALE_BYTES.get(scale)) is None:
+    values = next((size for size in _BLOCK_VALUES if not any(number % size for number in multiples)), 0)
+    if (at := _SCALE_BYTES.get(scale)) is None or not values:
         return None
     numbers = {
         "FP4": Numbers((_bits(values, at, 4, 1),), table=_FP4_CODES),

@@ -1,4 +1,4 @@
-"""Matrices of GGUF files rest, travel and multiply as published: equal to `transformers` in float32 with their values."""
+"""GGUF matrices rest, travel and multiply as published: equal to `transformers` in float32 with their values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch

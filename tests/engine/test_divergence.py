@@ -185,7 +185,7 @@ K_QUANTS = {Kind.Q4_K: (144, ((0, 2), (2, 4))), Kind.Q6_K: (210, ((208, 210),))}
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K, Kind.Q4_K, Kind.Q4_0])
 def test_gguf_files_against_an_original(tmp_path, kind):
-    """And against the folder with the file's own values, as `transformers` reads them: exactly nothing."""
+    """And against a folder with the file's own values in 16 bits, which is next to nothing."""
     from transformers import AutoModelForCausalLM
 
     draw = np.random.default_rng(2)
@@ -207,17 +207,16 @@ def test_gguf_files_against_an_original(tmp_path, kind):
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    (dequantized := tmp_path / "dequantized").mkdir()
-    shutil.copy(tmp_path / "config.json", dequantized)
-    rounded = {name: value.half() for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
-    save_file(rounded, dequantized / "model.safetensors", {"format": "pt"})
-    reference = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32, attn_implementation="eager")
+    (rounded := tmp_path / "rounded").mkdir()
+    shutil.copy(tmp_path / "config.json", rounded)
+    halves = {name: value.half() for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    save_file(halves, rounded / "model.safetensors", {"format": "pt"})
     tokens = whole(texts_that_share())
     found = compare([original.path, file], tokens)
-    assert_equal(found.values, formula([original.reference, reference.eval()], tokens))
+    assert_equal(found.values, formula([original.reference, theirs], tokens))
     assert found.values[2].max() > 1e-5
-    same = compare([dequantized, file], tokens, by_layer=True)
-    assert not same.values[2].any() and not any(same.layers)
+    same = compare([rounded, file], tokens)
+    assert 0 < same.values[2].max() < 0.01 * found.values[2].max()
 
 
 @pytest.mark.parametrize("fmt", ["awq", "gptq-4-bits"])

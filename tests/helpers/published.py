@@ -344,16 +344,14 @@ _STORED = {"fp8": _store_fp8, "mxfp4": _store_mxfp4}
 
 
 def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any]) -> Any:
-    """Store the matrices of layers as the configuration says; return the model with their values, rounded once."""
+    """Store the matrices of layers as the configuration says; return the model with their values."""
     plain = load_file(folder / "model.safetensors")
     stored, exact = {}, {}
     for name, values in plain.items():
         is_text = ".layers." in name and "vision" not in name
         found = _STORED[quantization["quant_method"]](name, values, quantization) if is_text else None
         stored |= {name: values} if found is None else found[0]
-        exact[name] = values.float() if found is None else found[1]
-        if "kv_b_proj" not in name:  # it rests on the compute device, and is not rounded
-            exact[name] = exact[name].to(dtype).float()
+        exact[name] = values.to(dtype).float() if found is None else found[1]
     assert stored.keys() != plain.keys()
     save_file(exact, folder / "model.safetensors", {"format": "pt"})
     reference = type(model).from_pretrained(

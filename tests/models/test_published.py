@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from flexgen_helm import Engine
+from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.miniature import layer_kinds
+from flexgen_helm.quant.formats import BlockFormat
 from tests.helpers.published import (
     TOLERANCE,
     Published,
@@ -103,3 +104,23 @@ def test_an_entry_that_is_not_as_published_is_seen(taken, tmp_path):
 def test_classes_in_other_capitals_are_known():
     """The first Llamas have such a name, and Phi-3.5-MoE, which is in the table."""
     assert architecture_of_config({"architectures": ["LLaMAForCausalLM"], "model_type": "llama"}).name == "llama"
+
+
+@pytest.mark.fast(6)
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B-FP8"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_quantized_matrices_are_read_from_the_published_files(name, device, tmp_path):
+    """All weights on the disk: no file is written, and a pass reads no more than the published bytes, and scales."""
+    row = ROWS[name]
+    model, _ = write(row, tmp_path / "model")
+    asked, policy = requests(row), Policy(4, 8, 0, 0, 1, 0, 1, 0)
+    limits = MemoryLimits(gpu=64 << 20) if device == "sim" else MemoryLimits()
+    with Engine.from_pretrained(
+        tmp_path / "model", device=device, limits=limits, policy=policy, offload_dir=tmp_path / "offload"
+    ) as engine:
+        packed = {tensor for tensor, weight in engine._weights.tensors.items() if isinstance(weight.fmt, BlockFormat)}
+        assert any(".experts.0." in tensor for tensor in packed)
+        results = engine.run(asked)
+    assert max(compare(model, row, *pair)[0] for pair in zip(asked, results, strict=True)) < TOLERANCE
+    written = [path for path in (tmp_path / "offload").rglob("*") if any(tensor in path.name for tensor in packed)]
+    assert not written

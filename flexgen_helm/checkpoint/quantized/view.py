@@ -103,8 +103,6 @@ def logical_tensors(
 
 # ---- codes of 8 or 4 bits with a scale for each block: FP8, INT8, FP4 ----
 
-# Values of a block, where several have one scale: the most that one loop decodes without a turn.
-_BLOCK_VALUES = (128, 64, 32)
 # OCP Microscaling Formats 1.0, E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4_VALUES = torch.cat([_E2M1, -_E2M1])
@@ -183,11 +181,11 @@ def _as_blocks(
         rows = prod(shape[:-1])
     elif grid[:-2] != shape[:-2] or (prod(shape[:-2]) > 1 and shape[-2] % rows):
         is_plain = False
-    values = next((size for size in _BLOCK_VALUES if width % size == 0 and (grid[-1] == 1 or block[1] % size == 0)), 0)
     kind = "F8_E8M0" if scaling.scale.dtype == "U8" else scaling.scale.dtype
-    fmt = scaled_format("FP4" if scaling.fp4 else codes.dtype, kind, values) if is_plain and values else None
-    if fmt is None:
+    fmt = scaled_format("FP4" if scaling.fp4 else codes.dtype, kind, width, width if grid[-1] == 1 else block[1])
+    if fmt is None or not is_plain:
         return None
+    values = fmt.block_values
     size = scaling.scale.size // max(1, prod(scaling.scale.shape))
     of_row = width // values if grid[-1] == 1 else block[1] // values
     scales = StoredPlane(scaling.scale.file, scaling.scale.offset, grid[-1] * size, size, rows, of_row)
