@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,6 +47,22 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
         if found:
             return True
     return False
+
+
+def largest(packed: Tensor, fmt: BlockFormat) -> float:
+    """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the largest scale."""
+    blocks = packed.reshape(-1, fmt.block_bytes)
+    scale, offset = (
+        float(_product(blocks, factors, max(numbers.count for numbers in factors)).abs().max()) if factors else 0.0
+        for factors in (fmt.scales, fmt.offsets)
+    )
+    return _largest_code(fmt) * scale + offset
+
+
+@cache
+def _largest_code(fmt: BlockFormat) -> float:
+    every_byte = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, fmt.block_bytes)
+    return float(_numbers(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _product(blocks: Tensor, factors: Sequence[Numbers], count: int) -> Tensor:
