@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import torch
 
-from flexgen_helm.quant.formats import BLOCK_FORMATS, BlockFormat
+from flexgen_helm.quant.formats import BLOCK_FORMATS, BlockFormat, scaled_format
 
 
 def drawn_blocks(fmt: BlockFormat, rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -38,3 +38,9 @@ def published_values(packed: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
 
 FORMATS = list(BLOCK_FORMATS.values())
 NAMES = list(BLOCK_FORMATS)
+# Those of folders too: of each type of codes and scales.
+EVERY_FORMAT = FORMATS + [
+    scaled_format(codes, scale, 256)
+    for codes in ("F8_E4M3", "F8_E5M2", "I8", "FP4")
+    for scale in ("F32", "F16", "BF16", "F8_E8M0")
+]
