@@ -103,15 +103,25 @@ class Checkpoint(ABC):
 
         Raises `CheckpointError` if the file is short or has changed, or if a value is not finite.
         """
+        row_bytes = self.formats[name].stripe_bytes(self.shapes[name][1])
+        yield from self._packed_tiles(name, lambda start, count: torch.empty(count, row_bytes, dtype=torch.uint8))
+
+    def read_packed(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` [rows, row bytes] with one of `formats`; errors: see `packed_tiles`."""
+        for _ in self._packed_tiles(name, lambda start, count: out[start : start + count]):
+            pass
+
+    def _packed_tiles(self, name: str, memory: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Read tiles to memory of their rows [count, row bytes]."""
         (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
 
         def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
             return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
 
-        def read(tile: tuple[int, int]) -> torch.Tensor:
-            packed = torch.empty((tile[1], width // fmt.block_values, fmt.block_bytes), dtype=torch.uint8)
-            read_blocks(parts, tile[0], packed, read_bytes)
-            if not_finite(packed.view(tile[1], -1), fmt):
+        def read(rows: tuple[int, int]) -> torch.Tensor:
+            packed = memory(*rows)
+            read_blocks(parts, rows[0], packed.view(rows[1], -1, fmt.block_bytes), read_bytes)
+            if not_finite(packed, fmt):
                 raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
             return packed.view(-1)
 
