@@ -68,9 +68,4 @@ SCALED = {
 TYPES = {fmt.name: key[:2] for key, fmt in SCALED.items()}
 FORMATS = list(BLOCK_FORMATS.values())
 NAMES = list(BLOCK_FORMATS)
-# Those of folders too: of each type of codes and scales.
-EVERY_FORMAT = FORMATS + [
-    scaled_format(codes, scale, 256)
-    for codes in ("F8_E4M3", "F8_E5M2", "I8", "FP4")
-    for scale in ("F32", "F16", "BF16", "F8_E8M0")
-]
+EVERY_FORMAT = [*FORMATS, *SCALED.values()]
