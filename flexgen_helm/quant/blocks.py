@@ -62,7 +62,7 @@ def largest(packed: Tensor, fmt: BlockFormat) -> float:
 @cache
 def _largest_code(fmt: BlockFormat) -> float:
     every_byte = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, fmt.block_bytes)
-    return float(_numbers(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return float(numbers_of(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _product(blocks: Tensor, factors: Sequence[Numbers], count: int) -> Tensor:
