@@ -298,8 +298,11 @@ class MatrixLoader:
     phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written ('convert').
     """
 
-    def __init__(self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision) -> None:
-        self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
+    def __init__(
+        self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision, dtype: torch.dtype
+    ) -> None:
+        """dtype: of computing."""
+        self._checkpoint, self._tiers, self._precision, self._dtype = checkpoint, tiers, precision, dtype
         self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
         self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
@@ -358,7 +361,8 @@ class MatrixLoader:
             file, offset = self._file(name)
             return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
         tiles = self._read("verify", self._tiles(name))
-        self._weight_files(self.format_of(name)).ensure_checked(name, tiles)
+        fmt = self.format_of(name)  # published values that fit one dtype may be too large for another
+        self._weight_files(fmt).ensure_checked(name if fmt is None else f"{name} {self._dtype}", tiles)
         files = {
             plane.file: self._keep(CheckpointFile(plane.file, self._tiers.disk_rates))
             for part in parts
@@ -405,7 +409,7 @@ class MatrixLoader:
         fmt = self.format_of(name)
         if isinstance(fmt, GroupFormat):
             return _packed_tiles(self._checkpoint.tiles(name), fmt, self._checkpoint.shapes[name][1])
-        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name)
+        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name, self._dtype)
 
     def _content(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed here."""
