@@ -21,7 +21,7 @@ import torch
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredRange
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
@@ -94,10 +94,6 @@ class Checkpoint(ABC):
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
 
-    def stored_range(self, name: str) -> StoredRange | None:
-        """Return where a file has a matrix in 16 bits, byte for byte; None where it has another type or order."""
-        return None
-
     def packed_tiles(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
         """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
 
@@ -136,8 +132,8 @@ class Checkpoint(ABC):
         yield from computed_ahead(read, [*row_tiles([range(num_rows)], fmt.stripe_bytes(width))], MOST_THREADS)
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        """Return where files have the rows of one of `formats`, in order."""
-        raise NotImplementedError
+        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
+        return ()
 
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in order."""

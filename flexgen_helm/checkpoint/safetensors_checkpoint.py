@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from flexgen_helm.checkpoint.quantized.proof import require_described_values
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import (
     PublishedRows,
-    StoredRange,
+    StoredPlane,
     find_stored,
     joined,
     match_tensors,
@@ -145,23 +144,18 @@ class SafetensorsCheckpoint(Checkpoint):
         return found
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        parts, _ = self._stored_rows(name)
-        return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
-
-    def stored_range(self, name: str) -> StoredRange | None:
-        tensor = self._tensors[name]
-        return None if tensor.transposed else self._range_of(tensor.stored, tensor.rows)
-
-    def _range_of(self, stored: LogicalTensor, rows: Sequence[range]) -> StoredRange | None:
-        """Return where rows are, if they are one range of a file in the type that they are used in."""
-        follow = all(first.stop == second.start for first, second in pairwise(rows))
-        if not stored.is_plain or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
-            return None
-        part, row_bytes = stored.parts[0], stored.width * self.storage_dtype.itemsize
-        offset = part.offset + rows[0].start * row_bytes
-        if offset % self.storage_dtype.itemsize:  # the header of an old file may have any length
-            return None
-        return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
+        parts, transposed = self._stored_rows(name)
+        if name in self.formats:
+            return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
+        size = self.storage_dtype.itemsize
+        in_place = [
+            PublishedRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
+            for stored, rows in parts
+            for part in stored.parts[:1]
+            # The header of an old file may have any length.
+            if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
+        ]
+        return in_place if len(in_place) == len(parts) and not transposed else ()
 
     def _is_transposed(self, name: str) -> bool:  # overridden by `StateDictCheckpoint`
         return self._tensors[name].transposed

@@ -80,15 +80,6 @@ def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTen
 
 
 @dataclass(frozen=True)
-class StoredRange:
-    """Bytes of a file that are a matrix as it is stored; offset, size: in bytes, from the start of the file."""
-
-    file: SourceFile
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class StoredPlane:
     """What the blocks of a matrix have in one stored tensor: their codes, their scales, or all.
 
