@@ -35,6 +35,8 @@ _MAX_FLOAT16_ERROR = 2.0**-9
 _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
 _FLOATS = "F16", "BF16", "F32", "F64"
+# Returns `count` rows from `start` on.
+ReadRows = Callable[[int, int], torch.Tensor]
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
 MOST_THREADS = 4  # that read a tensor; each holds a tile
@@ -108,17 +110,28 @@ class Checkpoint(ABC):
         def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
             return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
 
-        def read(tile: tuple[int, int]) -> torch.Tensor:
-            packed = torch.empty((tile[1], width // fmt.block_values, fmt.block_bytes), dtype=torch.uint8)
-            read_blocks(parts, tile[0], packed, read_bytes)
-            if not_finite(packed.view(tile[1], -1), fmt):
-                raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
-            return packed.view(-1)
+        def gather(start: int, count: int) -> torch.Tensor:
+            packed = torch.empty((count, width // fmt.block_values, fmt.block_bytes), dtype=torch.uint8)
+            read_blocks(parts, start, packed, read_bytes)
+            return packed.view(count, -1)
 
-        yield from computed_ahead(read, [*row_tiles([range(num_rows)], fmt.stripe_bytes(width))], MOST_THREADS)
+        for rows, read_rows in [(range(num_rows), gather)] if parts else self._laid_out(name):
+
+            def read(tile: tuple[int, int], read_rows: ReadRows = read_rows) -> torch.Tensor:
+                packed = read_rows(*tile)
+                if not_finite(packed, fmt):
+                    wrong = "contains a value that is not finite; fetch the model again"
+                    raise CheckpointError(f"{self._title(name)} {wrong}")
+                return packed.view(-1)
+
+            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        """Return where files have the rows of one of `formats`, in order."""
+        """Return where files have the rows of one of `formats`, in order; none where they must be laid out."""
+        raise NotImplementedError
+
+    def _laid_out(self, name: str) -> Iterable[tuple[range, ReadRows]]:
+        """Yield rows of stored tensors that are the next ones of a matrix, and what makes their bytes."""
         raise NotImplementedError
 
     def order(self, name: str) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, ReadRows, same_elements
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -136,17 +136,25 @@ class SafetensorsCheckpoint(Checkpoint):
                 continue
             parts, transposed = self._stored_rows(name)
             formats = {
-                stored.published.fmt if stored.published and stored.published.transposed == transposed else None
+                (stored.published.fmt, bool(stored.published.planes))
+                if stored.published and stored.published.transposed == transposed
+                else (None, False)
                 for stored, _ in parts
             }
-            fmt = formats.pop() if len(formats) == 1 else None
+            fmt, _ = formats.pop() if len(formats) == 1 else (None, False)
             if fmt is not None:
                 found[name] = fmt
         return found
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
         parts, _ = self._stored_rows(name)
-        return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
+        published = [(rows, stored.published) for stored, rows in parts if stored.published]
+        return [PublishedRows(rows, tensor.planes) for rows, tensor in published if tensor.planes]
+
+    def _laid_out(self, name: str) -> Iterator[tuple[range, ReadRows]]:
+        for stored, rows in self._stored_rows(name)[0]:
+            assert stored.published is not None and stored.published.lay_out is not None
+            yield rows, stored.published.lay_out()
 
     def stored_range(self, name: str) -> StoredRange | None:
         tensor = self._tensors[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.formats import BlockFormat
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,15 @@ class StoredPlane:
 class PublishedTensor:
     """The rows of a stored tensor as blocks of a format.
 
-    planes: in the order in which a block has them.
+    planes: in the order in which a block has them; none where rows are columns in the file.
     transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
+    lay_out: reads columns, and returns what makes blocks [count, row bytes] of rows.
     """
 
     fmt: BlockFormat
-    planes: tuple[StoredPlane, ...]
+    planes: tuple[StoredPlane, ...] = ()
     transposed: bool = False
+    lay_out: Callable[[], ReadRows] | None = None
 
 
 @dataclass(frozen=True)
