@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.convert import convert
+from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.quantized import view
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
@@ -231,6 +232,13 @@ def test_packed_integers_rest_as_published(plain, tmp_path, fmt):
         assert torch.equal(decode(packed, packed_format), expected), name
         assert torch.equal(decode_into(packed, packed_format, torch.empty(expected.shape)), expected), name
         assert trial.loops_in_use[f"products with {packed_format.name}"] == "compiled"
+
+
+@pytest.mark.parametrize("fmt", ["gptq-2-bits", "gptq-symmetric", "awq", "int4-packed-symmetric"])
+def test_a_plan_counts_the_bytes_at_rest(plain, tmp_path, fmt):
+    quantize(plain, tmp_path / "model", fmt)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert planned_precision(tmp_path / "model", "fp16").published.by_name == checkpoint.formats
 
 
 @pytest.mark.parametrize("way", ["in memory", "from a disk", "from a disk to a gpu"])
@@ -716,11 +724,11 @@ def test_every_method_is_tested():
 
 def test_a_plan_says_the_size_in_16_bits(plain, tmp_path, capsys):
     words = ["plan", "--prompt-len", "8", "--gen-len", "4", "--hardware", "t4", "--model"]
-    quantize(plain, tmp_path / "model", "awq")
+    quantize(plain, tmp_path / "model", "gptq-act-order")
     parameters = open_checkpoint(tmp_path / "model").config.num_parameters
     assert main([*words, str(tmp_path / "model")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    counted = re.search(r"stored as awq and read as 16 bits; the plan counts ([\d.]+) KiB in fp16\.", said)
+    counted = re.search(r"stored as gptq and read as 16 bits; the plan counts ([\d.]+) KiB in fp16\.", said)
     assert counted and float(counted[1]) == pytest.approx(2 * parameters / 1024, rel=0.01)  # without vectors
     assert main([*words, str(plain)]) == 0
     assert "16 bits" not in capsys.readouterr().out

@@ -269,7 +269,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
         _compressed("pack-quantized", group_size=None, strategy="channel"),
         lambda *a: packed(*a, size=a[2]),
     ),
-    "int4-packed-symmetric": (_compressed("pack-quantized", symmetric=True), packed),
+    "int4-packed-symmetric": (_compressed("pack-quantized", symmetric=True, group_size=32), packed),
     "int8-packed": (_compressed("pack-quantized", 8), partial(packed, bits=8)),
     "int4-packed-zero-points": (_compressed("pack-quantized"), partial(packed, symmetric=False)),
     "int4-packed-act-order": (_compressed("pack-quantized"), partial(packed, symmetric=False, act_order=True)),
