@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.published import read_blocks
+from flexgen_helm.checkpoint.published import FillRows, read_blocks
 from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredRange
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
@@ -35,8 +35,6 @@ _MAX_FLOAT16_ERROR = 2.0**-9
 _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
 _FLOATS = "F16", "BF16", "F32", "F64"
-# Returns `count` rows from `start` on.
-ReadRows = Callable[[int, int], torch.Tensor]
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
 MOST_THREADS = 4  # that read a tensor; each holds a tile
@@ -105,32 +103,43 @@ class Checkpoint(ABC):
 
         Raises `CheckpointError` if the file is short or has changed, or if a value is not finite.
         """
+        row_bytes = self.formats[name].stripe_bytes(self.shapes[name][1])
+        yield from self._packed_tiles(name, lambda start, count: torch.empty(count, row_bytes, dtype=torch.uint8))
+
+    def read_packed(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` [rows, row bytes] with one of `formats`; errors: see `packed_tiles`."""
+        for _ in self._packed_tiles(name, lambda start, count: out[start : start + count]):
+            pass
+
+    def _packed_tiles(self, name: str, memory: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Read tiles to memory of their rows [count, row bytes]."""
         (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
 
         def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
             return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
 
-        def gather(start: int, count: int) -> torch.Tensor:
-            packed = torch.empty((count, width // fmt.block_values, fmt.block_bytes), dtype=torch.uint8)
-            read_blocks(parts, start, packed, read_bytes)
-            return packed.view(count, -1)
+        def gather(start: int, out: torch.Tensor) -> None:
+            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), read_bytes)
 
-        for rows, read_rows in [(range(num_rows), gather)] if parts else self._laid_out(name):
+        done = 0
+        for rows, fill in [(range(num_rows), gather)] if parts else self._laid_out(name):
 
-            def read(tile: tuple[int, int], read_rows: ReadRows = read_rows) -> torch.Tensor:
-                packed = read_rows(*tile)
+            def read(tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill) -> torch.Tensor:
+                packed = memory(at + tile[0], tile[1])
+                fill(tile[0], packed)
                 if not_finite(packed, fmt):
                     wrong = "contains a value that is not finite; fetch the model again"
                     raise CheckpointError(f"{self._title(name)} {wrong}")
                 return packed.view(-1)
 
             yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
+            done += len(rows)
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
         """Return where files have the rows of one of `formats`, in order; none where they must be laid out."""
         raise NotImplementedError
 
-    def _laid_out(self, name: str) -> Iterable[tuple[range, ReadRows]]:
+    def _laid_out(self, name: str) -> Iterable[tuple[range, FillRows]]:
         """Yield rows of stored tensors that are the next ones of a matrix, and what makes their bytes."""
         raise NotImplementedError
 

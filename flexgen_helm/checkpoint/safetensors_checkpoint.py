@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, ReadRows, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -22,6 +22,7 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.proof import require_described_values
@@ -151,7 +152,7 @@ class SafetensorsCheckpoint(Checkpoint):
         published = [(rows, stored.published) for stored, rows in parts if stored.published]
         return [PublishedRows(rows, tensor.planes) for rows, tensor in published if tensor.planes]
 
-    def _laid_out(self, name: str) -> Iterator[tuple[range, ReadRows]]:
+    def _laid_out(self, name: str) -> Iterator[tuple[range, FillRows]]:
         for stored, rows in self._stored_rows(name)[0]:
             assert stored.published is not None and stored.published.lay_out is not None
             yield rows, stored.published.lay_out()

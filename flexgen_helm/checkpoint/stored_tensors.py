@@ -16,7 +16,8 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.formats import BlockFormat
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
+    from flexgen_helm.checkpoint.published import FillRows
+    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ class PublishedTensor:
 
     planes: in the order in which a block has them; none where rows are columns in the file.
     transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
-    lay_out: reads columns, and returns what makes blocks [count, row bytes] of rows.
+    lay_out: reads columns, and returns what makes blocks of rows.
     """
 
     fmt: BlockFormat
     planes: tuple[StoredPlane, ...] = ()
     transposed: bool = False
-    lay_out: Callable[[], ReadRows] | None = None
+    lay_out: Callable[[], FillRows] | None = None
 
 
 @dataclass(frozen=True)

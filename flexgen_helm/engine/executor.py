@@ -35,10 +35,9 @@ from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, st
 from flexgen_helm.models.decoder import LayerBatch, StageWeights
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import EXPERT_COPIES, STREAMED_BATCH_TOKENS, UNLIMITED, Tier
+from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
@@ -221,7 +220,6 @@ class _BatchState:
     layers_checked: layers of the whole model, from the first one on, that `nonfinite_layer` covers.
     sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, [T] each.
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
-    waiting: memory of its hidden states while it waits for the experts of a layer.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
@@ -231,7 +229,6 @@ class _BatchState:
     rotary: Any = None
     sums: list[Tensor] = field(default_factory=list)
     nonfinite_layer: Tensor | None = None
-    waiting: Allocation | None = None
     seconds: float = 0.0
     launched_s: float = 0.0
 
@@ -301,13 +298,14 @@ class Executor:
         observer: Observer | None,
         expert_tokens: int = UNLIMITED,
     ) -> None:
-        """expert_tokens: whose experts are computed together, at most; a longer batch is computed alone."""
+        """expert_tokens: as of `RunPlan`."""
         decoder = model.decoder
         self.model, self.cache = model, cache
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline = model.device, model.pipeline
         self._activations, self._observer, self.expert_tokens = activations, observer, expert_tokens
         self._stages = stage_names(self._config)
+        self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
         self._head_positions = max(1, _LOGIT_ELEMENTS // (observer or self._config).vocab_size)
         tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
         self._workspace = Workspace(
@@ -375,14 +373,11 @@ class Executor:
                     if step[0].stage == self.num_stages - 1:
                         charged_until = _charge(states.values(), charged_until)
                         for item in step:
-                            state = states.pop(item.batch)
-                            self._activations.release(state.waiting)
-                            self._hand_on(batches[item.batch], state, head, on_batch)
+                            self._activations.end_wait(item.batch)
+                            self._hand_on(batches[item.batch], states.pop(item.batch), head, on_batch)
         except BaseException:
             self._weights.cancel()
             self.cache.cancel()
-            for state in states.values():
-                self._activations.release(state.waiting)
             self._activations.close()
             raise
 
@@ -483,21 +478,21 @@ class Executor:
 
     def _layer_batches(self, layer: int, left: deque[WorkItem], current: _Pass) -> abc.Iterator[LayerBatch]:
         """Take items from the left as long as there is room for their batches to wait for a layer's experts."""
-        decoder, taken = self._decoder, 0.0
-        room = self.expert_tokens - STREAMED_BATCH_TOKENS // 2  # the first batch is workspace
+        decoder, first, room = self._decoder, left[0], float(self.expert_tokens)
+        # The longest is workspace, but is stored while others still wait.
+        spared = max(left, key=lambda item: current.batches[item.batch].num_tokens)
         while left:
-            batch = current.batches[left[0].batch]
-            num_bytes, waiting = batch.num_tokens * self._config.state_size * decoder.dtype.itemsize, None
-            at_rest = batch.num_tokens / EXPERT_COPIES
-            if taken:
-                if taken + batch.num_tokens + at_rest > room:  # it leaves its rest only then
+            item, tokens = left[0], current.batches[left[0].batch].num_tokens
+            num_bytes, at_rest = tokens * self._hidden_bytes, tokens / EXPERT_COPIES
+            if item is not spared:  # it leaves its rest only within the layer
+                fits = tokens + at_rest <= room and self._activations.wait(item.batch, EXPERT_COPIES * num_bytes)
+                if not fits and item is not first:
                     return
-                if (waiting := self._activations.claim_waiting(EXPERT_COPIES * num_bytes)) is None:
-                    return
+                spared = spared if fits else item
+            room -= at_rest if item is spared else tokens
             state = self._begin(left.popleft(), current)
-            if not taken and left:  # where it will be stored, while the others still wait
-                waiting = self._activations.claim_waiting(num_bytes)
-            state.waiting, taken = waiting, taken + (batch.num_tokens if taken else at_rest)
+            if item is spared and (left or item is not first):
+                self._activations.wait(item.batch, num_bytes)
             attend = LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
             hidden, state.hidden = state.hidden, None
             assert hidden is not None
@@ -511,8 +506,8 @@ class Executor:
             self._observer.on_hidden(item.stage, current.batches[item.batch], hidden)
         if item.stage == self.num_stages - 1:
             return
-        self._activations.release(state.waiting)
-        state.waiting, following = None, current.following.get(item)
+        self._activations.end_wait(item.batch)
+        following = current.following.get(item)
         if following is None or following.batch != item.batch:
             self._store(item, state)  # store_activation(i, j, k), done in the background
 

@@ -296,7 +296,7 @@ class Run:
                         f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
                         f"cannot be divided; {MEMORY_ADVICE}"
                     ) from error
-                self._executor.expert_tokens = max(batch.num_tokens for batch in halves)
+                self._executor.expert_tokens = 0  # from now on none waits for another's experts
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
                 self._items_begun.clear()

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -63,14 +62,9 @@ class ResidentMemory:
 
 
 def resident_bytes() -> int:
-    """Read the bytes of this process that are in memory."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-@lru_cache(maxsize=1)
-def _process(pid: int) -> psutil.Process:
-    """Keep what every item of a pass asks."""
-    return psutil.Process(pid)
+    """Read the bytes of this process that are in memory; quickly, because every expert of a pass asks."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _glibc() -> ctypes.CDLL | None:

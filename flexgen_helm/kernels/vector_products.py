@@ -40,20 +40,27 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     suits = suits and x.device.type == weight.device.type == "cpu" and width == weight.shape[1]
     if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
         return None
-    y = empty((count, outputs))
-    arguments = [KINDS[weight.dtype], x.data_ptr(), 4 * x.stride(0), weight.data_ptr()]
-    arguments += [weight.element_size() * weight.stride(0), y.data_ptr(), 4 * outputs, count, outputs, width]
-    run_on_threads(module.multiply.address, arguments, weight.numel() * -(-count // 4) // _THREAD_ELEMENTS)
+    y, kind = empty((count, outputs)), KINDS[weight.dtype]
+    arguments = [x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), weight.element_size() * weight.stride(0)]
+    arguments += [y.data_ptr(), 4 * outputs, count, outputs]
+    threads = weight.numel() * -(-count // 4) // _THREAD_ELEMENTS
+    if width < module.LANES:
+        y.zero_()
+    else:
+        multiply, _ = module.loops(module.of_kind(kind))
+        run_on_threads(multiply.address, [*arguments, width // module.LANES], threads)
+    if width % module.LANES:
+        run_on_threads(module.add_rest.address, [kind, *arguments, width], threads)
     return y if bias is None else add_bias(y, bias)
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Small whole numbers, in which nothing is rounded, and columns that fill no vector."""
-    for dtype in KINDS:
-        if multiplies_as_stored(dtype):
-            weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
-            x = torch.arange(9 * 37, device="cpu").remainder(13).sub(6).float().view(9, -1)
-            yield partial(_product, x, weight)
+    """Small whole numbers, in which nothing is rounded, and columns that fill no vector: few rows of x, and many."""
+    for dtype in filter(multiplies_as_stored, KINDS):
+        weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
+        x = torch.arange(19 * 37, device="cpu").remainder(13).sub(6).float().view(19, -1)
+        for count in (5, 19):
+            yield partial(_product, x[:count], weight)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

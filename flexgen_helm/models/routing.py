@@ -12,10 +12,11 @@ Shapes: T tokens of a batch, H hidden size, E experts of a layer, K experts of a
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class RoutedTokens:
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows, H], which are
+    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows, H]; both may be
         overwritten.
     at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results (Llama 4).
@@ -51,6 +52,13 @@ class RoutedTokens:
     experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
+
+    def products(self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor) -> Tensor:
+        """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
+        stop_point()
+        if self.weighs_input:
+            return self.experts(sizes, numbers, x.mul_(shares))
+        return self.experts(sizes, numbers, x).mul_(shares)
 
 
 def run_together(batches: Iterable[Callable[[], Tensor]], announce: Announce) -> Generator[Tensor, None, None]:
@@ -99,63 +107,49 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
 
         sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and batch … T K
 
-    A token's results are added in the order of expert numbers, whatever else is in its batch. A batch that multiplies
-    with many experts at once is alone; then what else a product needs takes one launch of a device for all of them.
+    A token's results are added in the order of expert numbers, whatever else is in its batch.
 
     announce: called before the first is computed.
     """
-    first, device = batches[0], batches[0].x.device
-    per_token, count = first.selected.shape[1], len(batches)
+    first, device, count = batches[0], batches[0].x.device, len(batches)
     sizes = [len(batch.x) for batch in batches]
     numbers = [batch.selected.flatten() * count + index for index, batch in enumerate(batches)]
     keys, order = torch.cat(numbers).sort(stable=True)  # by expert, then by batch; each token K times
-    tokens = torch.cat([torch.arange(size, device=device) for size in sizes])[order // per_token]
+    tokens = torch.cat([torch.arange(size, device=device) for size in sizes])[order // first.selected.shape[1]]
     shares = torch.cat([batch.weights.flatten() for batch in batches])[order, None].to(first.x.dtype)
     edges = torch.searchsorted(keys, torch.arange(first.num_experts * count + 1, device=device))
     bounds = edges.tolist()  # the one wait for a device
-    parts = [
-        (number, index, row, min(row + _EXPERT_ROWS, end))
-        for number in range(first.num_experts)
-        for index in range(count)
-        if (end := bounds[number * count + index + 1]) > (begin := bounds[number * count + index])
-        for row in range(begin, end, _EXPERT_ROWS)
-    ]
-    announce([*dict.fromkeys(number for number, *_ in parts)], sum(sizes))
-    out = [torch.zeros_like(batch.x) for batch in batches]
-    results = first.x.new_empty((first.at_once * len(keys), first.x.shape[1]))
-    for tile in _tiles(parts, first.at_once):
-        stop_point()
-        rows, of_experts = slice(tile[0][2], tile[-1][3]), Counter[int]()
-        for number, _, begin, end in tile:
-            of_experts[number] += end - begin
-        if first.at_once:
-            tile = [(0, 0, rows.start, rows.stop)]
-        given = [batches[index].x.index_select(0, tokens[begin:end]) for _, index, begin, end in tile]
-        x = given[0] if len(given) == 1 else torch.cat(given)
-        x = x.mul_(shares[rows]) if first.weighs_input else x
-        y = first.experts(of_experts, keys[rows] if first.at_once else number, x)
-        y = y if first.weighs_input else y.mul_(shares[rows])
-        if first.at_once:
-            results[rows] = y
-            continue
-        for _, index, begin, end in tile:
-            out[index].index_add_(0, tokens[begin:end], y[begin - rows.start : end - rows.start])
+    used = [number for number in range(first.num_experts) if bounds[number * count] < bounds[(number + 1) * count]]
+    announce(used, sum(sizes))
     if first.at_once:
-        for of_rank in tokens.argsort(stable=True).view(-1, per_token).unbind(1):
-            out[0].add_(results.index_select(0, of_rank))
+        return [_at_once(first, keys, tokens, shares, bounds)]
+    out = [torch.zeros_like(batch.x) for batch in batches]
+    for number in used:
+        for rows, parts in _tiles(bounds[number * count : (number + 1) * count + 1]):
+            given = [batches[index].x.index_select(0, tokens[part]) for index, part in parts]
+            x = given[0] if len(given) == 1 else torch.cat(given)
+            y = first.products({number: len(x)}, number, x, shares[rows])
+            for index, part in parts:
+                out[index].index_add_(0, tokens[part], y[part.start - rows.start : part.stop - rows.start])
     return out
 
 
-# Expert, batch, and rows of the sorted tokens.
-_Part = tuple[int, int, int, int]
+def _at_once(batch: RoutedTokens, experts: Tensor, tokens: Tensor, shares: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Take a batch that is alone through many experts at once: what else a product needs is one launch for all."""
+    results = batch.x.new_empty((len(tokens), batch.x.shape[1]))
+    for rows, parts in _tiles(bounds):
+        sizes = {number: part.stop - part.start for number, part in parts}
+        x = batch.x.index_select(0, tokens[rows])
+        results[rows] = batch.products(sizes, experts[rows], x, shares[rows])
+    out = torch.zeros_like(batch.x)
+    for of_rank in tokens.argsort(stable=True).view(len(out), -1).unbind(1):
+        out.add_(results.index_select(0, of_rank))
+    return out
 
 
-def _tiles(parts: Sequence[_Part], of_many: bool) -> Iterator[list[_Part]]:
-    """Join neighbouring parts, of one expert or of many, to tiles of at most `_EXPERT_ROWS` rows."""
-    tile: list[_Part] = []
-    for part in parts:
-        if tile and (part[3] - tile[0][2] > _EXPERT_ROWS or not (of_many or part[0] == tile[0][0])):
-            yield tile
-            tile = []
-        tile.append(part)
-    yield tile
+def _tiles(bounds: Sequence[int]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
+    """Divide the rows between the first and the last bound into tiles; yield each with its parts between two bounds."""
+    for begin in range(bounds[0], bounds[-1], _EXPERT_ROWS):
+        end = min(begin + _EXPERT_ROWS, bounds[-1])
+        cuts = [min(max(begin, bound), end) for bound in bounds]
+        yield slice(begin, end), [(i, slice(*cut)) for i, cut in enumerate(pairwise(cuts)) if cut[0] < cut[1]]

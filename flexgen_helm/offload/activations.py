@@ -44,6 +44,7 @@ class ActivationStore:
         """fractions: share of a batch's rows on each tier."""
         self._tiers, self._fractions = tiers, fractions
         self._batches: dict[int, _StoredBatch] = {}
+        self._waiting: dict[int, Allocation] = {}
         self._files: dict[int, DirectFile] = {}
         self.placed = dict.fromkeys(TIERS, 0)
 
@@ -91,16 +92,18 @@ class ActivationStore:
             break
         return rows
 
-    def claim_waiting(self, num_bytes: int) -> Allocation | None:
-        """Claim memory of the compute tier for a batch that waits within a layer; None where it has no room."""
+    def wait(self, batch: int, num_bytes: int) -> bool:
+        """Claim memory of the compute tier for a batch that waits within a layer; return whether it had room."""
         try:
-            return self._tiers.ledgers[self._tiers.compute_tier].claim("activations", num_bytes)
+            self._waiting[batch] = self._tiers.ledgers[self._tiers.compute_tier].claim("activations", num_bytes)
         except MemoryLimitError:
-            return None
+            return False
+        return True
 
-    def release(self, waiting: Allocation | None) -> None:
-        if waiting is not None:
-            self._tiers.ledgers[self._tiers.compute_tier].release(waiting)
+    def end_wait(self, batch: int) -> None:
+        """Release that memory; harmless where nothing was claimed."""
+        if batch in self._waiting:
+            self._tiers.ledgers[self._tiers.compute_tier].release(self._waiting.pop(batch))
 
     def prefetch(self, batch: int) -> None:
         """Begin to fetch a batch's states; does nothing if there are none, or all are resident or being fetched."""
@@ -118,6 +121,8 @@ class ActivationStore:
 
     def close(self) -> None:
         """Forget all states, after running transfers; their errors are ignored, because one of them ended the run."""
+        for batch in [*self._waiting]:
+            self.end_wait(batch)
         for stored in self._batches.values():
             for future in (*stored.stores.values(), stored.fetch):
                 if future is not None:

@@ -339,7 +339,7 @@ class MatrixLoader:
             return self._read_packed(name)
         if fmt is not None:
             packed = self._pages.empty(shape, dtype=stored)
-            _copy_tiles(self._checkpoint.packed_tiles(name), packed)
+            self._checkpoint.read_packed(name, packed)
             return packed
         empty = self._pages.empty if dtype in (None, stored) else torch.empty
         return self._checkpoint.tensor(name, empty).to(dtype)

@@ -250,9 +250,12 @@ class _Pass:
             read_bytes += times * read
         reading_s = read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
+        steps *= config.num_layers
+        if config.experts is not None and hardware.gpu is None:  # an expert takes the interpreter as long as a layer
+            steps += tiles * used / config.expert_elements
         between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
         products = max(layers_s + head_s, reading_s)
-        products += config.num_layers * (steps * processor.step_s + between_s)
+        products += steps * processor.step_s + config.num_layers * between_s
 
         attention, host_attention = affine(), affine()
         if self.prefill:

@@ -152,14 +152,17 @@ def between_elements(config: ModelConfig) -> float:
     """Return the elements that a layer reads and writes of a token between its products, on average.
 
     Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and keys rotated, keys
-    and values stored (each read and written); gate and up.
+    and values stored (each read and written); gate and up. For each expert of a token besides: its hidden state
+    gathered (2) and its result weighed (2) and added (3).
     """
     inner = [
-        config.ffn_size if (moe := config.moe(layer)) is None else moe.per_token * config.widest_ffn
+        3 * config.ffn_size
+        if (moe := config.moe(layer)) is None
+        else moe.per_token * (3 * config.widest_ffn + 7 * config.hidden_size)
         for layer in range(config.num_layers)
     ]
     heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
-    return 11 * config.num_streams * config.hidden_size + heads + 3 * sum(inner) / config.num_layers
+    return 11 * config.num_streams * config.hidden_size + heads + sum(inner) / config.num_layers
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,11 @@ class PlanningProblem:
     @property
     def compute_tier(self) -> Tier:
         return "cpu" if self.hardware.gpu is None else "gpu"
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether a mixture is placed for runs of all lengths: their passes read what is offloaded."""
+        return self.endless and self.config.experts is not None
 
     @property
     def overlap_share(self) -> float:

@@ -162,8 +162,9 @@ class RunMemory:
             return PASS_TOKENS
         shares = self.placement.activations.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        tokens = min(int(pass_bytes / self.hidden_bytes), self.expert_tokens)
-        if self.expert_tokens < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
+        together = STREAMED_BATCH_TOKENS // 2 + self.expert_tokens  # the first batch may be half full
+        tokens = min(int(pass_bytes / self.hidden_bytes), together)
+        if together < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
             tokens = max(tokens // 2, tokens - max_sequences)
         return max(1, tokens)
 
@@ -182,12 +183,10 @@ class RunMemory:
 
     @cached_property
     def expert_tokens(self) -> int:
-        """The most tokens whose experts are computed together; the engine computes a longer batch alone."""
+        """Tokens that may wait for a layer's experts beside the first batch, which is workspace."""
         if not self._has_experts:
             return UNLIMITED
-        copies = self._copies[self._compute_tier] * self.hidden_bytes
-        # The first batch is workspace, but for what rests beside the others when they begin and end.
-        return STREAMED_BATCH_TOKENS // 2 + int(self._waiting_bytes[self._compute_tier] / copies)
+        return int(self._waiting_bytes[self._compute_tier] / (self._copies[self._compute_tier] * self.hidden_bytes))
 
     @cached_property
     def _page_tokens(self) -> int:
@@ -294,8 +293,8 @@ class RunPlan:
     cache, activations: fractions of the KV cache and of the hidden states by tier.
     limits: what a pass may hold.
     cache_room: bytes of each tier that cache blocks may take.
-    expert_tokens: the most tokens whose experts are computed together, each with `EXPERT_COPIES` hidden states on the
-        compute tier; `UNLIMITED` where no experts are offloaded from it.
+    expert_tokens: that may wait for a layer's experts beside the first batch, each with `EXPERT_COPIES` hidden states
+        on the compute tier; `UNLIMITED` where no experts are offloaded from it.
     """
 
     compute_tier: Tier
@@ -342,7 +341,7 @@ class RunPlan:
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)
         parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))
-        in_pass = min(self.expert_tokens, self.limits.pass_tokens)
+        in_pass = min(STREAMED_BATCH_TOKENS // 2 + self.expert_tokens, self.limits.pass_tokens)
         if self.expert_tokens < UNLIMITED and (passes := -(-prompt_tokens * block // (num_sequences * in_pass))) > 1:
             parts.append(f"its prompts in {passes:,} readings of the experts")
         return ", ".join([*parts, f"schedule {self.schedule}"])
@@ -360,9 +359,11 @@ def plan_run(
     """
     if choices.policy is not None:
         return _plan(placement, size, free, choices)
-    choices = replace(choices, schedule=choices.schedule if solution is None else solution.schedule)
-    attempts = [] if solution is None else [(placement, replace(choices, policy=solution.policy))]
-    attempts += [(slower, choices) for slower in _placements(placement)]
+    planned = choices if solution is None else replace(choices, schedule=solution.schedule)
+    attempts = [] if solution is None else [(placement, replace(planned, policy=solution.policy))]
+    attempts += [(slower, planned) for slower in _placements(placement)]
+    if choices.schedule is None:  # at last batch by batch: nothing waits
+        attempts.append((placement, replace(choices, schedule=ROW)))
     error, best = None, None
     for attempt, chosen in attempts:
         try:

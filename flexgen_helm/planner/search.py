@@ -7,7 +7,7 @@ whole matrices and cache blocks and evaluated again, so the prediction is for wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -43,7 +43,6 @@ from flexgen_helm.planner.problem import (
     PlanningProblem,
     fractions_by_kind,
 )
-from flexgen_helm.quant.precisions import PRECISIONS
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
 _ATTEMPTS = 16
@@ -60,6 +59,8 @@ _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 25
 # Divisions of a block's prompts into passes that are tried, each twice as many as the one before; and batches of blocks
 # whose experts are streamed, which have their rows of the pass.
 _DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
+# Share of a block's time by which blocks are alike for the rates of a machine, which are less well known.
+_ALIKE = 0.01
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
@@ -111,13 +112,14 @@ def search(
     solutions = list(islice(filter(None, finished), _ROUNDED))
     if not solutions:
         raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
-    # Of equals, one pass for all shares most, and small blocks end first.
-    best = max(
-        solutions,
-        key=lambda found: (
-            _rank(found.prediction.tokens_per_s), found.schedule.is_single_pass, -found.policy.block_size
-        ),
-    )  # fmt: skip
+    best = solutions[0]
+    if not problem.places_experts:  # of equals, one pass for all shares most, and small blocks end first
+        best = max(
+            solutions,
+            key=lambda found: (
+                _rank(found.prediction.tokens_per_s), found.schedule.is_single_pass, -found.policy.block_size
+            ),
+        )  # fmt: skip
     policy = as_placed(problem, best.policy)
     placed = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
     return best if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible else placed
@@ -146,12 +148,15 @@ def _candidates(
                 total_s = workload_seconds(problem, costs, candidate.fractions)
                 candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
             solved.append(candidate)
-    return sorted(
-        solved,
+    solved.sort(
         key=lambda found: (
             _rank(found.seconds_per_sequence), found.costs.shape.num_sequences, found.costs.shape.num_gpu_batches
-        ),
+        )
     )  # fmt: skip
+    if problem.places_experts and solved:
+        alike = solved[0].seconds_per_sequence * (1 + _ALIKE)
+        solved.sort(key=lambda found: (max(alike, found.seconds_per_sequence), found.fractions[WEIGHTS["disk"]]))
+    return solved
 
 
 def _rank(value: float) -> float:
@@ -318,7 +323,7 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
     return None
 
 
-# Explain why no block fits, and suggest what helps. Every suggestion is tried before it is given.
+# Explain why no block fits.
 
 
 def _explain_infeasible(
@@ -358,7 +363,7 @@ def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, s
         short = shortage(problem, tier, needed, costs.workspace[tier])
     else:
         short = f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is never split"
-    return short, ", or ".join(_suggestions(problem, shape, tier, missing) or ["take a smaller model"])
+    return short, _advice(problem, tier)
 
 
 def shortage(problem: PlanningProblem, tier: Tier, needed: float, workspace: float = 0) -> str:
@@ -372,38 +377,13 @@ def shortage(problem: PlanningProblem, tier: Tier, needed: float, workspace: flo
     return f"{size(needed)} {TIER_PLACES[tier]}, {machine} has {size(limit)}"
 
 
-def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missing: Mapping[Tier, int]) -> list[str]:
-    """List what makes a block of one sequence fit, the most obvious first."""
-
-    def raised(tiers: Iterable[Tier]) -> PlanningProblem:
-        limits = {name: max(problem.limits[name], problem.largest_limit(name)) for name in tiers}
-        return replace(problem, limits={**problem.limits, **limits})
-
-    def fits(changed: PlanningProblem) -> bool:
-        return any(_finish(changed, candidate) is not None for candidate in _solve(changed, shape))
-
-    suggestions = []
-    raisable = [name for name in TIERS if problem.limits[name] < problem.largest_limit(name)]
-    highest = raised(raisable)
-    # The tier that misses the most bytes first; they may fit another tier too.
-    single = [limit_flag(name) for name in sorted(TIERS, key=lambda name: name != tier) if fits(raised([name]))]
-    if single:
-        suggestions.append(f"raise {' or '.join(single)}")
-    elif fits(highest):
-        suggestions.append(f"raise {' and '.join(map(limit_flag, raisable))}")
-    else:
-        still_missing = _least_missing(highest, block_costs(highest, shape))[1]
-        if not still_missing["gpu"] and not still_missing["cpu"]:
-            needed = [limit_flag(name) for name in raisable if missing[name]]
-            disk = "name a machine with a larger disk"
-            if problem.hardware.name == MEASURED:
-                disk = "make room on the disk or name another folder with --offload-dir"
-            suggestions.append(f"raise {' and '.join(needed)} and {disk}" if needed else disk)
-    for name in ("8bit", "4bit") if problem.precision.weights is None else ():
-        if fits(replace(problem, precision=PRECISIONS[name])):
-            suggestions.insert(len(raisable), f"take --precision {name}")  # first where there is no limit to raise
-            break
-    return suggestions
+def _advice(problem: PlanningProblem, tier: Tier) -> str:
+    """Say what gives a tier more room, or needs less of it."""
+    if problem.limits[tier] < problem.largest_limit(tier):
+        return f"raise {limit_flag(tier)}"
+    if tier == "disk" and problem.hardware.name == MEASURED:
+        return "make room on the disk or name another folder with --offload-dir"
+    return "take a lower --precision or a smaller model"
 
 
 def _least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine, dict[Tier, int]]:

@@ -42,7 +42,7 @@ def block_matmul(
         return None
     y = empty((count, packed.shape[0]))
     arguments = [x.data_ptr(), 4 * x.stride(0), packed.data_ptr(), packed.stride(0), y.data_ptr(), 4 * y.stride(0)]
-    arguments += [*y.shape, width // fmt.block_values, fmt.block_values, fmt.block_bytes, module.few_rows(fmt)]
+    arguments += [*y.shape, width // fmt.block_values]
     multiply, _ = module.loops(fmt)
     run_on_threads(multiply.address, arguments, width * packed.shape[0] * -(-count // 4) // _THREAD_ELEMENTS)
     return y if bias is None else add_bias(y, bias)

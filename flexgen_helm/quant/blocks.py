@@ -38,7 +38,8 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
     for numbers in (*fmt.scales, *fmt.offsets, fmt.codes):
         if numbers.floating in _NOT_FINITE:
             mask = _NOT_FINITE[numbers.floating]
-            found = bool((blocks[:, list(numbers.parts[-1].bytes)] & mask).eq(mask).any())
+            highest = numbers.parts[-1].bytes  # one behind another
+            found = bool((blocks[:, highest[0] : highest[-1] + 1] & mask).eq(mask).any())
         else:
             can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
             found = bool(can_be) and not bool(_numbers(blocks, numbers).isfinite().all())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.errors import OffloadError
+from flexgen_helm.errors import Interrupted, OffloadError
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.experts import ExpertStreamer
@@ -361,6 +361,41 @@ def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_
     assert max(off(model, result) for result in results) < TOLERANCE
     assert set(passes) <= {0, 1} and max(passes) == 1, passes
     assert max(together) >= 3, "or nothing was shared"
+
+
+def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothing_claimed(tiny, tmp_path, monkeypatch):
+    """The longest is workspace, but for a quarter that rests, and another one leaves its rest only in the layer."""
+    asked = [GenerationRequest(prompt_token_ids=[5] * count, max_tokens=1) for count in (5, 20, 12, 8)]
+    parts, honest, begin, stops = [], Executor._layer_batches, Executor._begin, []
+    steps = Executor._steps
+
+    def batches(self, layer, left, current):
+        self.expert_tokens = 20 / 4 + 5 + 8 + 12 + 12 / 4
+        parts.append(0)
+        for batch in honest(self, layer, left, current):
+            parts[-1] += 1
+            yield batch
+
+    def begin_or_stop(self, item, current):
+        if stops and parts and parts[-1] == 2:
+            raise Interrupted("now")
+        return begin(self, item, current)
+
+    monkeypatch.setattr(Executor, "_steps", lambda *of: [step[::-1] for step in steps(*of)])  # the longest comes last
+    monkeypatch.setattr(Executor, "_layer_batches", batches)
+    monkeypatch.setattr(Executor, "_begin", begin_or_stop)
+    with offloaded(tiny, "mixtral", tmp_path, "1x4,0,0,0,100,0,100", schedule="zigzag") as engine:
+        parts.clear()
+        engine.run(asked)
+        assert parts == [4] * engine.config.num_layers
+        before = {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}
+        parts.clear()
+        stops.append(True)
+        with pytest.raises(Interrupted):
+            engine.run(asked)
+        assert parts == [2]
+        for tier, ledger in engine._tiers.ledgers.items():
+            ledger.check(before[tier])
 
 
 @settings(max_examples=share_of(12, 3))

@@ -17,6 +17,7 @@ from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy, Workl
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import WD, BlockShape, fraction_vector
 from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import config
 
 T4 = load_profile("t4")
@@ -89,6 +90,28 @@ def test_what_is_between_products_takes_as_long_as_its_bytes():
     (prefill, decode), (fast_prefill, fast_decode) = products(1e9), products(math.inf)
     assert prefill - fast_prefill == pytest.approx(rows * 512 * of_token, rel=1e-6)
     assert decode - fast_decode == pytest.approx(31 * rows * of_token, rel=1e-6)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_an_expert_takes_the_interpreter_of_a_host_as_long_as_a_layer(has_gpu):
+    """All 128 experts in each of 48 layers, once a pass of prompts that has two batches."""
+    host = load_profile("rtx3090")
+    host = host if has_gpu else replace(host, gpu=None, link=None)
+    lengths, policy = Workload.uniform(1024, 2, 4), Policy(2, 2, 0, 0.5, 0, 1, 0, 1)
+
+    def seconds(step_s: float) -> dict[str, float]:
+        tier = "gpu" if has_gpu else "cpu"
+        changed = replace(host, **{tier: replace(getattr(host, tier), step_s=step_s)})
+        limits = MemoryLimits(gpu=20 << 30, cpu=40 << 30, disk=80 << 30)
+        problem = planning_problem(config("qwen3-30b-a3b"), changed, lengths, limits=limits)
+        found = predict(problem, policy, ZIGZAG)
+        assert found.passes == 1
+        return {phase: found.seconds[phase]["products"] for phase in ("prefill", "decode")}
+
+    (slow, fast), used = (seconds(1.0), seconds(0.0)), 128 * (1 - (1 - 8 / 128) ** 4)
+    visits = {"prefill": 0.0, "decode": 0.0} if has_gpu else {"prefill": 128.0, "decode": used}
+    assert slow["prefill"] - fast["prefill"] == pytest.approx(48 * (2 + visits["prefill"]))
+    assert slow["decode"] - fast["decode"] == pytest.approx(48 * (3 + visits["decode"]))
 
 
 def test_row_by_row_reads_the_weights_for_every_batch():

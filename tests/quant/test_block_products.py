@@ -15,7 +15,7 @@ from flexgen_helm.kernels.vector_products import vector_matmul
 from flexgen_helm.quant import block_products
 from flexgen_helm.quant.block_products import block_matmul, decode_into
 from flexgen_helm.quant.formats import BLOCK_FORMATS
-from tests.helpers.blocks import FORMATS, NAMES, drawn_blocks, published_values
+from tests.helpers.blocks import FORMATS, NAMES, SCALED, drawn_blocks, published_values
 from tests.helpers.products import assert_is_product
 
 pytest.importorskip("flexgen_helm.kernels.emit")
@@ -26,9 +26,9 @@ def rows_of_x(count, width, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=150)
 @given(
-    fmt=st.sampled_from(FORMATS),
+    fmt=st.sampled_from([*FORMATS, *SCALED.values()]),
     count=st.integers(1, 70),
     values=st.integers(1, 1100),
     outputs=st.integers(1, 70),

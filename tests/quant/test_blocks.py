@@ -9,7 +9,7 @@ import torch
 from flexgen_helm.kernels import trial
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.blocks import decode, not_finite
-from tests.helpers.blocks import FORMATS, NAMES, drawn_blocks, half_scales, published_values
+from tests.helpers.blocks import FORMATS, NAMES, SCALED, drawn_blocks, half_scales, published_values
 
 # Zero and negative zero, denormals, the smallest normal numbers, the largest ones, and a third.
 HALVES = [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x8400, 0x7BFF, 0xFBFF, 0x3555]
@@ -40,6 +40,30 @@ def test_drawn_blocks(fmt):
     for seed in range(3):
         assert_as_published(drawn_blocks(fmt, 40, 5 * fmt.block_values, seed), fmt)
     assert trial.loops_in_use[f"products with {fmt.name}"] == "compiled"
+
+
+@pytest.mark.parametrize("fmt", SCALED.values(), ids=lambda fmt: fmt.name)
+def test_codes_and_scales_of_folders(fmt):
+    packed = drawn_blocks(fmt, 70, 5 * fmt.block_values)
+    assert_as_published(packed, fmt)
+    assert not not_finite(packed, fmt)
+    assert trial.loops_in_use[f"products with {fmt.name}"] == "compiled"
+
+
+@pytest.mark.parametrize("code, bits", [("F8_E4M3", 0x7F), ("F8_E4M3", 0xFF), ("F8_E5M2", 0x7C), ("F8_E5M2", 0xFE)])
+def test_codes_that_are_no_numbers_are_found(code, bits):
+    fmt = SCALED[code, "F32", 128]
+    packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
+    packed[4, 2 * fmt.block_bytes + 77] = bits
+    assert not_finite(packed, fmt)
+
+
+@pytest.mark.parametrize("scale, bits", [("F32", [0, 0, 0x80, 0x7F]), ("BF16", [0x81, 0xFF]), ("F8_E8M0", [0xFF])])
+def test_scales_of_folders_that_are_no_numbers_are_found(scale, bits):
+    fmt = next(fmt for key, fmt in SCALED.items() if key[1] == scale)
+    packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
+    packed.view(-1, fmt.block_bytes)[33, : len(bits)] = torch.tensor(bits, dtype=torch.uint8)
+    assert not_finite(packed, fmt)
 
 
 @every_format

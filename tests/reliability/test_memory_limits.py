@@ -150,12 +150,18 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 # The last: states of a prompt and of its completions; a search that left too little beside whole matrices; waiting
 # tokens of a mixture that left no room for a cache in use.
 SEEDS = (*range(1000, 1012), 5100, 5147, 40063)
+# Only where no token of a mixture waits for another's experts is there room.
+ROOM_BATCH_BY_BATCH = 50061
 
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_plan_refuses_or_every_request_is_answered(folder, monkeypatch, seed):
     check(drawn(seed, folder), folder, monkeypatch)
+
+
+def test_at_last_a_run_goes_batch_by_batch(folder, monkeypatch):
+    assert check(drawn(ROOM_BATCH_BY_BATCH, folder), folder, monkeypatch) == "answered"
 
 
 def test_without_making_room_what_was_fetched_ahead_is_in_the_way(folder, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import ReadRows, row_tiles
+from flexgen_helm.checkpoint.checkpoint import row_tiles
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, report
@@ -28,6 +28,8 @@ TORCH_TYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+# Returns `count` rows from `start` on, in floating point.
+ReadRows = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class LogicalTensor:
     shape: of the tensor.
     dtype: safetensors' name of the type to which its values belong.
     parts: the stored tensors; the first one holds the values.
-    prepare: reads what all rows need, such as scales, and returns what reads rows in floating point.
+    prepare: reads what all rows need, such as scales, and returns what reads rows.
     published: the same as blocks of a format; None where there is none.
     """
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import ReadRows
+from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     LogicalTensor,
+    ReadRows,
     plain_tensor,
     read_all,
     read_rows,
@@ -379,22 +380,21 @@ def _grouped(
     return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
 
 
-def _laid_out(fmt: BlockFormat, inputs: int, group_size: int, parts: _Parts) -> ReadRows:
+def _laid_out(fmt: BlockFormat, inputs: int, group_size: int, parts: _Parts) -> FillRows:
     """Return what makes rows of blocks of what has been read."""
     _, packed, zeros, scales = parts
     of_block = torch.arange(0, inputs, fmt.block_values) // group_size
     code_bytes, size = fmt.block_values * fmt.codes.parts[0].width // 8, scales.itemsize
 
-    def rows(start: int, count: int) -> torch.Tensor:
-        blocks = torch.empty((count, len(of_block), fmt.block_bytes), dtype=torch.uint8)
+    def fill(start: int, out: torch.Tensor) -> None:
+        count, blocks = len(out), out.view(len(out), -1, fmt.block_bytes)
         of_rows = slice(start, start + count)
         blocks[..., :size] = scales[of_rows][:, of_block].unsqueeze(2).view(torch.uint8)
         if fmt.offsets:
             blocks[..., size] = zeros[of_rows][:, of_block]
         blocks[..., -code_bytes:] = packed(start, count).contiguous().view(torch.uint8).view(count, -1, code_bytes)
-        return blocks.view(count, -1)
 
-    return rows
+    return fill
 
 
 def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
