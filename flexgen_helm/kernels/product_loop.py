@@ -92,7 +92,7 @@ def loops(stored: Stored) -> tuple[Loop, Loop]:
         "_VALUES": stored.values,
         "_BYTES": stored.bytes,
         "_FEW_ROWS": stored.few_rows,
-        "_multiply_stored": ir_statement((1, ROWS), (1,), (1,))(partial(_write_product, stored)),
+        "_multiply_stored": ir_statement((1, ROWS), (1,), (1,))(partial(write_product, stored)),
         "_decode_stored": ir_statement()(partial(_write_floats, stored)),
     }
     multiply, decode = (
@@ -186,7 +186,7 @@ def add_rest(address: Any) -> None:
 # ---- in LLVM's language ----
 
 
-def _write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_last: int, *given: Any) -> None:
+def write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_last: int, *given: Any) -> None:
     """Add x[i] · w[j] to the sums of some rows of x and of the matrix, or store the totals in y[i, j].
 
     is_first: sums begin with zero. is_last: the totals are stored, not the sums.
@@ -228,7 +228,7 @@ def _write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_la
         store(builder, builder.extract_element(totals, INT32(numbers.index(number))), address, 4)
 
 
-_multiply_floats = ir_statement((ROWS,), (0, 1), (0, 1))(partial(_write_product, of_kind(FLOAT32)))
+_multiply_floats = ir_statement((ROWS,), (0, 1), (0, 1))(partial(write_product, of_kind(FLOAT32)))
 
 
 def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> list[Any]:

@@ -25,7 +25,7 @@ from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, S
 from flexgen_helm.quant.packing import dequantize, quantize
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
-QUANTIZED_MATMUL_ROWS = 8
+QUANTIZED_MATMUL_ROWS = 32
 _AXES: tuple[Axis, ...] = ("in", "out")
 _SCALES: tuple[Scales, ...] = ("pair", "word")
 # Values that plain torch dequantizes at once: it takes about 20 bytes for each.

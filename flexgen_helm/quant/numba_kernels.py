@@ -9,12 +9,29 @@ A group's second half has its codes in the upper bits of the same bytes, or in `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 
-from flexgen_helm.kernels.emit import Loop, done, floats, njit, operands, part_of_thread, pointer
+from flexgen_helm.kernels.emit import (
+    INT32,
+    LANES,
+    VECTOR,
+    Loop,
+    done,
+    floats,
+    ir_statement,
+    load,
+    njit,
+    operands,
+    part_of_thread,
+    pointer,
+)
+from flexgen_helm.kernels.product_loop import OUTPUTS, ROWS, Stored, write_product
 
 
 @njit
@@ -97,40 +114,56 @@ def dequantize_columns(address: Any) -> None:
     done(address, part)
 
 
-# Sums may be taken in any order: there is no unpacked product whose bits they would have to match.
-_with_any_order: Any = numba.njit(error_model="numpy", fastmath=True)
+# ---- products of few rows: codes are numbers, whose scales multiply x once for all rows of a stripe ----
 
 
-@_with_any_order
-def _multiply_by_four(low: Any, high: Any, mask: Any, shift: Any, x: Any) -> Any:
-    """Sums of low and of high codes times four rows of x, so that a code is converted once for four."""
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
-    x0, x1, x2, x3 = x[0], x[1], x[2], x[3]
-    for c in range(x.shape[1]):
-        first, second = np.float32(low[c] & mask), np.float32(high[c] >> shift)
-        a0 += first * x0[c]
-        a1 += first * x1[c]
-        a2 += first * x2[c]
-        a3 += first * x3[c]
-        b0 += second * x0[c]
-        b1 += second * x1[c]
-        b2 += second * x2[c]
-        b3 += second * x3[c]
-    return (a0, a1, a2, a3), (b0, b1, b2, b3)
+def _codes(bits: int, shift: int) -> Any:
+    """Make a statement that multiplies rows of x with rows of codes: 4 bits of each byte from `shift` on, or all 8."""
+
+    def weights(builder: Any, at: Any) -> Iterator[Any]:
+        kind = ir.VectorType(INT32, LANES)
+        codes = builder.zext(load(builder, at, ir.VectorType(ir.IntType(8), LANES), 1), kind)
+        codes = builder.and_(
+            builder.lshr(codes, ir.Constant(kind, [shift] * LANES)), ir.Constant(kind, [(1 << bits) - 1] * LANES)
+        )
+        yield builder.uitofp(codes, VECTOR)
+
+    return ir_statement((1, ROWS), (1,), (1,))(partial(write_product, Stored("codes", LANES, LANES, weights, 0)))
 
 
-@_with_any_order
-def _multiply_by_one(low: Any, high: Any, mask: Any, shift: Any, x: Any) -> Any:
-    a = b = np.float32(0.0)
-    for c in range(x.shape[1]):
-        a += np.float32(low[c] & mask) * x[0, c]
-        b += np.float32(high[c] >> shift) * x[0, c]
-    return (a,), (b,)
+_multiply_low, _multiply_high, _multiply_bytes = _codes(4, 0), _codes(4, 4), _codes(8, 0)
 
 
-@_with_any_order
+@njit
+def _multiply_part(kind: Any, x: Any, count: Any, data: Any, number: Any, width: Any, y: Any, y_row: Any) -> None:
+    """y [count, number] = x [count, width] times rows of codes; kind: 0 and 1 for halves of bytes, 2 for whole ones."""
+    steps = width // LANES
+    for output in range(0, number, OUTPUTS):
+        last = min(output + OUTPUTS, number) - 1
+        for row in range(0, count, ROWS):
+            rows, to = 1 if row == count - 1 else ROWS, y + row * y_row + 4 * output
+            from_x = x + row * width * 4, width * 4, count - 1 - row
+            given = (rows, 1, 1, *from_x, data + output * width, width, last - output, steps, 0, to, y_row)
+            if steps > 0:
+                if kind == 0:
+                    _multiply_low(given)
+                elif kind == 1:
+                    _multiply_high(given)
+                else:
+                    _multiply_bytes(given)
+    mask, shift = np.uint8(15 if kind < 2 else 255), np.uint8(4 if kind == 1 else 0)
+    for row in range(count if steps * LANES < width else 0):
+        values, target = floats(x + row * width * 4, width), floats(y + row * y_row, number)
+        for output in range(number):
+            total, codes = target[output] if steps > 0 else np.float32(0), _bytes(data + output * width, width)
+            for column in range(steps * LANES, width):
+                total += values[column] * np.float32((codes[column] >> shift) & mask)
+            target[output] = total
+
+
+@numba.njit(error_model="numpy", fastmath=True)
 def _scale_row(x: Any, scale: Any, offset: Any, scaled: Any) -> Any:
-    """Fill scaled with scale x; return offset x."""
+    """Fill scaled with scale x; return the sum of offset x, in any order."""
     total = np.float32(0.0)
     for c in range(len(x)):
         scaled[c] = scale[c] * x[c]
@@ -151,29 +184,20 @@ def matmul_columns(address: Any) -> None:
         address, 12
     )
     table, half = floats(numbers, 1 << 16), group // 2
-    apart, mask, shift = group * bits // 8 - half, np.uint8((1 << bits) - 1), np.uint8(8 - bits)
     scale, offset, constants = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(count, np.float32)
     scaled = np.empty((count, width), np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = _bytes(packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width)
-        first = stripe * group
+        at, first = packed + stripe * stripe_bytes, stripe * group
+        data = _bytes(at, (group * bits // 8 + (2 if words else 4)) * width)
         _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for t in range(count):
             constants[t] = _scale_row(floats(given + t * width * 4, width), scale, offset, scaled[t])
-        for j in range(min(half, rows - first)):
-            low, high = data[j * width : (j + 1) * width], data[(apart + j) * width : (apart + j + 1) * width]
-            has_high = first + half + j < rows
-            for t in range(0, count // 4 * 4, 4):
-                sums, high_sums = _multiply_by_four(low, high, mask, shift, scaled[t : t + 4])
-                for i in range(4):
-                    y = floats(result + (t + i) * rows * 4, rows)
-                    y[first + j] = sums[i] + constants[t + i]
-                    if has_high:
-                        y[first + half + j] = high_sums[i] + constants[t + i]
-            for t in range(count // 4 * 4, count):
-                sums, high_sums = _multiply_by_one(low, high, mask, shift, scaled[t : t + 1])
-                y = floats(result + t * rows * 4, rows)
-                y[first + j] = sums[0] + constants[t]
-                if has_high:
-                    y[first + half + j] = high_sums[0] + constants[t]
+        x, y = np.int64(scaled.ctypes.data), result + first * 4
+        if bits == 8:
+            _multiply_part(2, x, count, at, min(group, rows - first), width, y, rows * 4)
+        else:
+            _multiply_part(0, x, count, at, min(half, rows - first), width, y, rows * 4)
+            _multiply_part(1, x, count, at, min(half, rows - first - half), width, y + half * 4, rows * 4)
+        for t in range(count):
+            floats(y + t * rows * 4, min(group, rows - first))[:] += constants[t]
     done(address, part)
