@@ -137,25 +137,22 @@ class SafetensorsCheckpoint(Checkpoint):
                 continue
             parts, transposed = self._stored_rows(name)
             formats = {
-                (stored.published.fmt, bool(stored.published.planes))
-                if stored.published and stored.published.transposed == transposed
-                else (None, False)
+                stored.published.fmt if stored.published and stored.published.transposed == transposed else None
                 for stored, _ in parts
             }
-            fmt, _ = formats.pop() if len(formats) == 1 else (None, False)
+            fmt = formats.pop() if len(formats) == 1 else None
             if fmt is not None:
                 found[name] = fmt
         return found
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
         parts, _ = self._stored_rows(name)
-        published = [(rows, stored.published) for stored, rows in parts if stored.published]
-        return [PublishedRows(rows, tensor.planes) for rows, tensor in published if tensor.planes]
+        return [PublishedRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
 
     def _laid_out(self, name: str) -> Iterator[tuple[range, FillRows]]:
         for stored, rows in self._stored_rows(name)[0]:
-            assert stored.published is not None and stored.published.lay_out is not None
-            yield rows, stored.published.lay_out()
+            if stored.published and stored.published.lay_out:
+                yield rows, stored.published.lay_out()
 
     def stored_range(self, name: str) -> StoredRange | None:
         tensor = self._tensors[name]

@@ -341,6 +341,10 @@ def test_a_scale_that_is_not_finite_is_refused_when_read(plain, tmp_path, fmt, p
     with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
         checkpoint.tensor("layers.1.mlp.down.weight")
     checkpoint.tensor("layers.0.mlp.down.weight")
+    if fmt == "awq":
+        with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
+            list(checkpoint.packed_tiles("layers.1.mlp.down.weight"))
+        list(checkpoint.packed_tiles("layers.0.mlp.down.weight"))
 
 
 @pytest.mark.parametrize("group", [-1, 99])
@@ -471,8 +475,10 @@ def test_zero_points_that_are_not_symmetric_are_refused_where_they_should_be(tmp
     parts, values = gptq(np.random.default_rng(5), OUT, IN)
     stored = {f"a.{name}": part for name, part in parts.items()}
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
-    with pytest.raises(CheckpointError, match=r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"):
-        read_whole(read_tensors(tmp_path / "w", stored, config)["a.weight"])
+    tensor = read_tensors(tmp_path / "w", stored, config)["a.weight"]
+    for read in (lambda: read_whole(tensor), tensor.published.lay_out):
+        with pytest.raises(CheckpointError, match=r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"):
+            read()
     for honest in ({**config, "sym": False}, {**config, "dynamic": {"+:.*": {"sym": False}}}):
         assert torch.equal(read_whole(read_tensors(tmp_path / "w", stored, honest)["a.weight"]), values)
 
