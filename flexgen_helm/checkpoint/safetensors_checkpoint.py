@@ -21,6 +21,7 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.proof import require_described_values
@@ -146,7 +147,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
         parts, transposed = self._stored_rows(name)
         if name in self.formats:
-            return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
+            return [PublishedRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
         size = self.storage_dtype.itemsize
         in_place = [
             PublishedRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
@@ -156,6 +157,11 @@ class SafetensorsCheckpoint(Checkpoint):
             if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
         ]
         return in_place if len(in_place) == len(parts) and not transposed else ()
+
+    def _laid_out(self, name: str) -> Iterator[tuple[range, FillRows]]:
+        for stored, rows in self._stored_rows(name)[0]:
+            if stored.published and stored.published.lay_out:
+                yield rows, stored.published.lay_out()
 
     def _is_transposed(self, name: str) -> bool:  # overridden by `StateDictCheckpoint`
         return self._tensors[name].transposed
