@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredRange
+from flexgen_helm.checkpoint.published import FillRows, read_blocks
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
@@ -94,10 +94,6 @@ class Checkpoint(ABC):
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
 
-    def stored_range(self, name: str) -> StoredRange | None:
-        """Return where a file has a matrix in 16 bits, byte for byte; None where it has another type or order."""
-        return None
-
     def packed_tiles(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
         """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
 
@@ -124,19 +120,31 @@ class Checkpoint(ABC):
         def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
             return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
 
-        def read(rows: tuple[int, int]) -> torch.Tensor:
-            packed = memory(*rows)
-            read_blocks(parts, rows[0], packed.view(rows[1], -1, fmt.block_bytes), read_bytes)
-            if not_finite(packed, fmt):
-                raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
-            if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
-                self._require_finite(name, decode(packed, fmt).view(-1))
-            return packed.view(-1)
+        def gather(start: int, out: torch.Tensor) -> None:
+            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), read_bytes)
 
-        yield from computed_ahead(read, [*row_tiles([range(num_rows)], fmt.stripe_bytes(width))], MOST_THREADS)
+        done = 0
+        for rows, fill in [(range(num_rows), gather)] if parts else self._laid_out(name):
+
+            def read(tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill) -> torch.Tensor:
+                packed = memory(at + tile[0], tile[1])
+                fill(tile[0], packed)
+                if not_finite(packed, fmt):
+                    wrong = "contains a value that is not finite; fetch the model again"
+                    raise CheckpointError(f"{self._title(name)} {wrong}")
+                if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
+                    self._require_finite(name, decode(packed, fmt).view(-1))
+                return packed.view(-1)
+
+            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
+            done += len(rows)
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        """Return where files have the rows of one of `formats`, in order."""
+        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
+        return ()
+
+    def _laid_out(self, name: str) -> Iterable[tuple[range, FillRows]]:
+        """Yield rows of stored tensors that are the next ones of a matrix, and what makes their bytes."""
         raise NotImplementedError
 
     def order(self, name: str) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredPlane
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.config import WeightSource
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
@@ -84,16 +84,9 @@ class WeightsAtRest:
 
     def rows_of(self, name: str) -> Sequence[PublishedRows]:
         """Return where the checkpoint has a matrix as it is read, if those files are on the directory's disk."""
-        shape, fmt = self._checkpoint.shapes[name], self._precision.format_of(name)
-        if len(shape) != 2 or isinstance(fmt, GroupFormat):
+        if len(self._checkpoint.shapes[name]) != 2 or isinstance(self._precision.format_of(name), GroupFormat):
             return ()
-        if fmt is not None:
-            rows = self._checkpoint.published_rows(name)
-        elif (stored := self._checkpoint.stored_range(name)) is not None:
-            row_bytes = stored.size // shape[0]
-            rows = [PublishedRows(range(shape[0]), (StoredPlane(stored.file, stored.offset, row_bytes, row_bytes),))]
-        else:
-            return ()
+        rows = self._checkpoint.published_rows(name)
         return rows if all(self._shares(plane.file.path) for part in rows for plane in part.planes) else ()
 
     def _shares(self, path: Path) -> bool:
