@@ -2,7 +2,7 @@
 
 Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of a code, whether
 scales are words, table, matrix, its rows and width. The table has the float32 of every FP16 for pairs; for words their
-scales [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or x.
+scales [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or packed, or x.
 
 A group's second half has its codes in the upper bits of the same bytes, or in `apart` further ones.
 """
@@ -209,8 +209,9 @@ def matmul_columns(address: Any) -> None:
     done(address, part)
 
 
-# ---- packing of axis 'out' with words: groups of neighbouring columns side by side ----
+# ---- packing of axis 'out' with words: operation by operation as `arithmetic` does it, so to the same bytes ----
 
+# That are packed side by side; past the matrix's last one they are zeros.
 _COLUMNS = 64
 # Added to a number below 2^22 and subtracted again, it rounds to the nearest integer, half to even.
 _ROUNDER = np.float32(1.5 * 2**23)
@@ -280,24 +281,24 @@ def _search(values: Any, below: Any, above: Any, words: Any, table: Any, bits: A
     for smaller in range(tried):
         for c in range(_COLUMNS):
             index[c] = max(first_index[c] - smaller, 0)
-            scale[c] = table[index[c]]
+            scale[c] = table[index[c] & 511]
             inverse[c] = np.float32(1) / scale[c]
         for clipped in range(3):
             for c in range(_COLUMNS):
                 lowest, highest = -below[c] / scale[c], top - above[c] / scale[c]
                 middle = (lowest + highest) / np.float32(2)
                 zero_point[c] = lowest if clipped == 0 else (middle if clipped == 1 else highest)
-            for squares in range(2):
+            for squares in range(2):  # the first sums refit the zero point, the second are the error
                 for c in range(_COLUMNS):
-                    number = np.int32(_rounded(zero_point[c] * grid, np.float32(127)))
-                    candidate[c] = index[c] << 7 | number
-                    offset[c] = -(zero_points[number] * scale[c])
+                    candidate[c] = np.int32(_rounded(zero_point[c] * grid, np.float32(127)))
+                for c in range(_COLUMNS):
+                    offset[c] = -(zero_points[candidate[c] & 127] * scale[c])
                 _fill_sums((squares, bits, *at))
                 for c in range(_COLUMNS):
                     zero_point[c] = -(sums[c] / np.float32(group)) / scale[c]
             for c in range(_COLUMNS):
                 better = sums[c] < least[c]
-                words[c] = candidate[c] if better else words[c]
+                words[c] = index[c] << 7 | candidate[c] if better else words[c]
                 least[c] = sums[c] if better else least[c]
 
 

@@ -11,8 +11,8 @@ streams of bits, lowest first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from flexgen_helm.kernels.team import run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import TRIED_SCALES, check, from_codes, to_codes, word_table
 from flexgen_helm.quant.formats import Fit, GroupFormat
+
+_FITS: tuple[Fit, ...] = ("range", "error")
 
 
 def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Tensor:
@@ -86,8 +88,7 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
         return None
     matrix = values.float().contiguous()
     rows, width = matrix.shape
-    for stripes in matrix.tensor_split([rows // fmt.group_size * fmt.group_size]):
-        check(_to_groups(stripes, fmt), fmt)
+    check(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
     table = word_table(fmt.bits, packed.device)
     run_on_threads(
@@ -101,9 +102,12 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
     matrix = torch.randn(40, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    for bits, fit in product((4, 8), get_args(Fit)):
-        fmt = GroupFormat(bits, 32, "out", "word", fit)
-        yield lambda fmt=fmt: dequantize(quantize(matrix, fmt), fmt, 40, 70)  # type: ignore[misc]
+    for bits, fit in product((4, 8), _FITS):
+        yield partial(_rounded, matrix, GroupFormat(bits, 32, "out", "word", fit))
+
+
+def _rounded(matrix: Tensor, fmt: GroupFormat) -> Tensor:
+    return dequantize(quantize(matrix, fmt), fmt, *matrix.shape)
 
 
 loops = Loops("packing", "flexgen_helm.quant.numba_kernels", _examples)
