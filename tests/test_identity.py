@@ -156,7 +156,7 @@ def test_what_0_1_0_wrote_is_reused(precision, tmp_path, monkeypatch):
         file.extractall(tmp_path / "written")
     model, offload = write_model(tmp_path / "model"), tmp_path / "written/offload"
     monkeypatch.setattr(WeightFiles, "_write", lambda *_: pytest.fail("weights of 0.1.0 were written again"))
-    monkeypatch.setattr(WeightsAtRest, "range_of", lambda *_: None)  # as from another disk
+    monkeypatch.setattr(WeightsAtRest, "rows_of", lambda *_: ())  # as from another disk
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)  # all weights on the disk
     with Engine.from_pretrained(model, precision=precision, policy=policy, offload_dir=offload, device="cpu") as engine:
         computed = engine.run(REQUESTS)
@@ -187,7 +187,7 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path, monkeypatch):
     with (model / "config.json").open("a") as file:
         file.write("\n")
     monkeypatch.setattr(WeightFiles, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("written again")))
-    monkeypatch.setattr(WeightsAtRest, "range_of", lambda *_: None)
+    monkeypatch.setattr(WeightsAtRest, "rows_of", lambda *_: ())
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
     with pytest.raises(RuntimeError, match="written again"):
         Engine.from_pretrained(model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu")

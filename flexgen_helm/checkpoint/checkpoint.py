@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredRange
+from flexgen_helm.checkpoint.published import FillRows, read_blocks
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
-from flexgen_helm.quant.blocks import not_finite
+from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
@@ -94,41 +94,57 @@ class Checkpoint(ABC):
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
 
-    def stored_range(self, name: str) -> StoredRange | None:
-        """Return where a file has a matrix in 16 bits, byte for byte; None where it has another type or order."""
-        return None
-
-    def packed_tiles(self, name: str) -> Iterator[torch.Tensor]:
+    def packed_tiles(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
         """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
+
+        dtype: of computing, whose range the values must fit.
 
         Raises `CheckpointError` if the file is short or has changed, or if a value is not finite.
         """
         row_bytes = self.formats[name].stripe_bytes(self.shapes[name][1])
-        yield from self._packed_tiles(name, lambda start, count: torch.empty(count, row_bytes, dtype=torch.uint8))
+        yield from self._packed_tiles(
+            name, lambda start, count: torch.empty(count, row_bytes, dtype=torch.uint8), dtype
+        )
 
     def read_packed(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` [rows, row bytes] with one of `formats`; errors: see `packed_tiles`."""
         for _ in self._packed_tiles(name, lambda start, count: out[start : start + count]):
             pass
 
-    def _packed_tiles(self, name: str, memory: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _packed_tiles(
+        self, name: str, memory: Callable[[int, int], torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> Iterator[torch.Tensor]:
         """Read tiles to memory of their rows [count, row bytes]."""
         (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
 
         def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
             return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
 
-        def read(rows: tuple[int, int]) -> torch.Tensor:
-            packed = memory(*rows)
-            read_blocks(parts, rows[0], packed.view(rows[1], -1, fmt.block_bytes), read_bytes)
-            if not_finite(packed, fmt):
-                raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
-            return packed.view(-1)
+        def gather(start: int, out: torch.Tensor) -> None:
+            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), read_bytes)
 
-        yield from computed_ahead(read, [*row_tiles([range(num_rows)], fmt.stripe_bytes(width))], MOST_THREADS)
+        done = 0
+        for rows, fill in [(range(num_rows), gather)] if parts else self._laid_out(name):
+
+            def read(tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill) -> torch.Tensor:
+                packed = memory(at + tile[0], tile[1])
+                fill(tile[0], packed)
+                if not_finite(packed, fmt):
+                    wrong = "contains a value that is not finite; fetch the model again"
+                    raise CheckpointError(f"{self._title(name)} {wrong}")
+                if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
+                    self._require_finite(name, decode(packed, fmt).view(-1))
+                return packed.view(-1)
+
+            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
+            done += len(rows)
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        """Return where files have the rows of one of `formats`, in order."""
+        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
+        return ()
+
+    def _laid_out(self, name: str) -> Iterable[tuple[range, FillRows]]:
+        """Yield rows of stored tensors that are the next ones of a matrix, and what makes their bytes."""
         raise NotImplementedError
 
     def order(self, name: str) -> torch.Tensor | None:

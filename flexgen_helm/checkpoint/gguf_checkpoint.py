@@ -121,7 +121,9 @@ class GgufCheckpoint(Checkpoint):
         return torch.arange(self.shapes[name][0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        (stored,), fmt = self._tensors[name].stored.parts, self.formats[name]
+        if (fmt := self.formats.get(name)) is None:
+            return ()
+        (stored,) = self._tensors[name].stored.parts
         plane = StoredPlane(stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes)
         return [PublishedRows(rows, (plane,)) for rows in self._tensors[name].rows]
 

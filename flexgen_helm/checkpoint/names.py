@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -207,21 +207,35 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
 
         return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
     quantization = _quantization(resolved)
-    if quantization is None or quantization.method not in _PLANNED:
+    if quantization is None or not (planned := _planned(quantization)):
         return named
-    codes, scale = _PLANNED[quantization.method]
+    codes, scale, group_size = planned
+    has_zero = codes.startswith("U") and not quantization.symmetric
     formats = {
         name: fmt
         for name, shape in tensor_shapes(read_model_config(resolved)[0]).items()
         if len(shape) == 2 and name.startswith("layers.") and (codes != "FP4" or expert_of(name))
-        if not name.endswith(".router.weight")
-        if (fmt := scaled_format(codes, scale, shape[1], 32 if codes == "FP4" else 128)) is not None
+        if not name.endswith(".router.weight") and not _is_ignored(name, quantization.ignored)
+        if (fmt := scaled_format(codes, scale, shape[1], group_size or shape[1], has_zero=has_zero)) is not None
     }
     return replace(named, published=PublishedFormats(formats, True))
 
 
-# Codes and scales of most files that a method has quantized; mxfp4 quantizes experts alone.
-_PLANNED = {"mxfp4": ("FP4", "F8_E8M0"), "fp8": ("F8_E4M3", "F32")}
+def _planned(quantization: Quantization) -> tuple[str, str, int] | None:
+    """Return codes, scales, and values of a scale (0: a row) of most files that a method has quantized."""
+    match quantization.method:
+        case "mxfp4":  # of experts alone
+            return "FP4", "F8_E8M0", 32
+        case "fp8":
+            return "F8_E4M3", "F32", 128
+        case "gptq" | "awq" | "compressed-tensors" if quantization.bits and not quantization.act_order:
+            return f"U{quantization.bits}", "F16", (*quantization.group_sizes, 0)[0]
+    return None
+
+
+def _is_ignored(name: str, ignored: Iterable[str]) -> bool:
+    module = f"model.{name.replace('.attn.', '.self_attn.').removesuffix('.weight')}"
+    return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignored)
 
 
 def quantized_by(model: str | os.PathLike[str]) -> str | None:

@@ -12,6 +12,8 @@ from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredPlane
 
 # Returns bytes of a file: so many, from an offset on.
 ReadBytes = Callable[[SourceFile, int, int], Tensor]
+# Fills memory [count, row bytes] with blocks of rows from `start` on.
+FillRows = Callable[[int, Tensor], None]
 
 
 def read_blocks(parts: Sequence[PublishedRows], first: int, out: Tensor, read: ReadBytes) -> None:

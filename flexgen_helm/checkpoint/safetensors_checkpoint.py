@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.proof import require_described_values
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import (
     PublishedRows,
-    StoredRange,
+    StoredPlane,
     find_stored,
     joined,
     match_tensors,
@@ -145,23 +145,23 @@ class SafetensorsCheckpoint(Checkpoint):
         return found
 
     def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        parts, _ = self._stored_rows(name)
-        return [PublishedRows(rows, stored.published.planes) for stored, rows in parts if stored.published]
+        parts, transposed = self._stored_rows(name)
+        if name in self.formats:
+            return [PublishedRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
+        size = self.storage_dtype.itemsize
+        in_place = [
+            PublishedRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
+            for stored, rows in parts
+            for part in stored.parts[:1]
+            # The header of an old file may have any length.
+            if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
+        ]
+        return in_place if len(in_place) == len(parts) and not transposed else ()
 
-    def stored_range(self, name: str) -> StoredRange | None:
-        tensor = self._tensors[name]
-        return None if tensor.transposed else self._range_of(tensor.stored, tensor.rows)
-
-    def _range_of(self, stored: LogicalTensor, rows: Sequence[range]) -> StoredRange | None:
-        """Return where rows are, if they are one range of a file in the type that they are used in."""
-        follow = all(first.stop == second.start for first, second in pairwise(rows))
-        if not stored.is_plain or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
-            return None
-        part, row_bytes = stored.parts[0], stored.width * self.storage_dtype.itemsize
-        offset = part.offset + rows[0].start * row_bytes
-        if offset % self.storage_dtype.itemsize:  # the header of an old file may have any length
-            return None
-        return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
+    def _laid_out(self, name: str) -> Iterator[tuple[range, FillRows]]:
+        for stored, rows in self._stored_rows(name)[0]:
+            if stored.published and stored.published.lay_out:
+                yield rows, stored.published.lay_out()
 
     def _is_transposed(self, name: str) -> bool:  # overridden by `StateDictCheckpoint`
         return self._tensors[name].transposed

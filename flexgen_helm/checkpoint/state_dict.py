@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
-from flexgen_helm.checkpoint.stored_tensors import StoredRange, missing_tensor_error
+from flexgen_helm.checkpoint.stored_tensors import missing_tensor_error
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
@@ -134,10 +134,9 @@ class StateDictReader:
         In tiles where an entry is stored as it is. Otherwise its stored tensors are in memory together, those of one
         expert where each can be converted alone.
         """
-        entry = self.stored_rows(key, expert)
-        if entry is not None:
-            stored, rows = entry
-            yield from stored.tiles(rows)
+        if parts := self.stored_parts(key, expert):
+            for stored, rows in parts:
+                yield from stored.tiles([rows])
         else:
             part = expert if expert is not None and self._is_converted_by_expert(key) else None
             value = self._conversion(key).entries(self._model, _read_part, part)[self._stored_key[key]]
@@ -158,14 +157,6 @@ class StateDictReader:
         if expert is None or joins not in (_STACKED, _JOINED) or not all(expert < len(tensors) for tensors in sources):
             return []
         return [(tensors[expert], range(tensors[expert].num_rows)) for tensors in sources]
-
-    def stored_rows(self, key: str, expert: int | None = None) -> tuple[LogicalTensor, list[range]] | None:
-        """Return the rows of a stored tensor that are an entry, or its part `expert`; None if it must be converted."""
-        conversion = self._conversion(key)
-        if conversion.converter is not None:
-            return None
-        (stored,) = conversion.tensors
-        return stored, [_rows_of(stored, expert)]
 
     def _conversion(self, key: str) -> _Conversion:
         return self._conversions[self._stored_key[key]]
@@ -338,11 +329,6 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
             first = (expert or 0) * rows
             parts = [(stored, range(first, first + rows)) for stored, _ in parts]
         return parts, is_transposed
-
-    def stored_range(self, name: str) -> StoredRange | None:
-        key, expert, is_transposed = self._modules.key(name)
-        entry = None if is_transposed else self._reader.stored_rows(key, expert)
-        return None if entry is None else self._range_of(*entry)
 
     def _is_transposed(self, name: str) -> bool:
         return self._modules.key(name)[2]

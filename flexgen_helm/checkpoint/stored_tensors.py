@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.formats import BlockFormat
 
 if TYPE_CHECKING:
+    from flexgen_helm.checkpoint.published import FillRows
     from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 
 
@@ -80,15 +81,6 @@ def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTen
 
 
 @dataclass(frozen=True)
-class StoredRange:
-    """Bytes of a file that are a matrix as it is stored; offset, size: in bytes, from the start of the file."""
-
-    file: SourceFile
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class StoredPlane:
     """What the blocks of a matrix have in one stored tensor: their codes, their scales, or all.
 
@@ -110,13 +102,15 @@ class StoredPlane:
 class PublishedTensor:
     """The rows of a stored tensor as blocks of a format.
 
-    planes: in the order in which a block has them.
+    planes: in the order in which a block has them; none where rows are columns in the file.
     transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
+    lay_out: reads columns, and returns what makes blocks of rows.
     """
 
     fmt: BlockFormat
-    planes: tuple[StoredPlane, ...]
+    planes: tuple[StoredPlane, ...] = ()
     transposed: bool = False
+    lay_out: Callable[[], FillRows] | None = None
 
 
 @dataclass(frozen=True)

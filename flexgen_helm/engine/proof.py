@@ -51,7 +51,8 @@ from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
@@ -267,7 +268,7 @@ def compare_kernels(device: torch.device, dtype: torch.dtype, precision: Precisi
 
     dtype: of products. Once in a process for each format, and for each size of heads.
     """
-    formats = {precision.weights, precision.tables}
+    formats = {precision.weights, precision.tables, *precision.published.by_name.values()}
     if precision.cache is not None:
         formats |= {precision.cache.keys, precision.cache.values}
     for fmt in formats - {None}:
@@ -278,11 +279,17 @@ def compare_kernels(device: torch.device, dtype: torch.dtype, precision: Precisi
 
 
 @cache
-def _dequantizes_alike(device: torch.device, dtype: torch.dtype, fmt: GroupFormat) -> bool:
-    rows, width = 192, 2048
-    packed = quantize(torch.randn(rows, width, generator=torch.Generator().manual_seed(0)), fmt).to(device)
+def _dequantizes_alike(device: torch.device, dtype: torch.dtype, fmt: StoredFormat) -> bool:
+    rows, width, draw = 192, 2048, torch.Generator().manual_seed(0)
     found, expected = (torch.empty(rows, width, dtype=dtype, device=device) for _ in range(2))
-    return torch.equal(dequantize_into(packed, fmt, found), dequantize_with_torch(packed, fmt, expected))
+    if isinstance(fmt, BlockFormat):  # any bytes, of scales that are no numbers too
+        packed = torch.randint(256, (rows, fmt.stripe_bytes(width)), dtype=torch.uint8, generator=draw).to(device)
+        decode_into(packed, fmt, expected)
+    else:
+        packed = quantize(torch.randn(rows, width, generator=draw), fmt).to(device)
+        dequantize_with_torch(packed, fmt, expected)
+    dequantize_into(packed, fmt, found)
+    return torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 @cache

@@ -33,7 +33,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredPlane
+from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.config import WeightSource
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
@@ -84,16 +84,9 @@ class WeightsAtRest:
 
     def rows_of(self, name: str) -> Sequence[PublishedRows]:
         """Return where the checkpoint has a matrix as it is read, if those files are on the directory's disk."""
-        shape, fmt = self._checkpoint.shapes[name], self._precision.format_of(name)
-        if len(shape) != 2 or isinstance(fmt, GroupFormat):
+        if len(self._checkpoint.shapes[name]) != 2 or isinstance(self._precision.format_of(name), GroupFormat):
             return ()
-        if fmt is not None:
-            rows = self._checkpoint.published_rows(name)
-        elif (stored := self._checkpoint.stored_range(name)) is not None:
-            row_bytes = stored.size // shape[0]
-            rows = [PublishedRows(range(shape[0]), (StoredPlane(stored.file, stored.offset, row_bytes, row_bytes),))]
-        else:
-            return ()
+        rows = self._checkpoint.published_rows(name)
         return rows if all(self._shares(plane.file.path) for part in rows for plane in part.planes) else ()
 
     def _shares(self, path: Path) -> bool:
@@ -298,8 +291,11 @@ class MatrixLoader:
     phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written ('convert').
     """
 
-    def __init__(self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision) -> None:
-        self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
+    def __init__(
+        self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision, dtype: torch.dtype
+    ) -> None:
+        """dtype: of computing."""
+        self._checkpoint, self._tiers, self._precision, self._dtype = checkpoint, tiers, precision, dtype
         self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
         self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
@@ -358,7 +354,8 @@ class MatrixLoader:
             file, offset = self._file(name)
             return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
         tiles = self._read("verify", self._tiles(name))
-        self._weight_files(self.format_of(name)).ensure_checked(name, tiles)
+        fmt = self.format_of(name)  # published values that fit one dtype may be too large for another
+        self._weight_files(fmt).ensure_checked(name if fmt is None else f"{name} {self._dtype}", tiles)
         files = {
             plane.file: self._keep(CheckpointFile(plane.file, self._tiers.disk_rates))
             for part in parts
@@ -405,7 +402,7 @@ class MatrixLoader:
         fmt = self.format_of(name)
         if isinstance(fmt, GroupFormat):
             return _packed_tiles(self._checkpoint.tiles(name), fmt, self._checkpoint.shapes[name][1])
-        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name)
+        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name, self._dtype)
 
     def _content(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed here."""

@@ -131,7 +131,7 @@ class TieredWeights:
         self.streamer: ExpertStreamer | None = None
         self._experts: dict[str, Expert] = {}  # the offloaded ones
         self._streamed: dict[str, list[StreamedMatrix]] = {}  # offloaded matrices besides experts, by stage
-        loader = MatrixLoader(checkpoint, tiers, placement.model.precision)
+        loader = MatrixLoader(checkpoint, tiers, placement.model.precision, dtype)
         self._resources.callback(loader.close)
         try:
             self._load(loader, placement, threads)

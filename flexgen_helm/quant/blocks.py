@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ _NOT_FINITE = {"F16": 0x7C, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
     """Bytes [rows, row bytes] -> float32 [rows, width]."""
     blocks = packed.reshape(-1, fmt.block_bytes)
-    values = _numbers(blocks, fmt.codes).float() * _product(blocks, fmt.scales, fmt.block_values)
+    values = numbers_of(blocks, fmt.codes).float() * _product(blocks, fmt.scales, fmt.block_values)
     if fmt.offsets:
         offset = _product(blocks, fmt.offsets, fmt.block_values)
         values = values - offset if fmt.subtracts else values + offset
@@ -42,23 +43,39 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
             found = bool((blocks[:, highest[0] : highest[-1] + 1] & mask).eq(mask).any())
         else:
             can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
-            found = bool(can_be) and not bool(_numbers(blocks, numbers).isfinite().all())
+            found = bool(can_be) and not bool(numbers_of(blocks, numbers).isfinite().all())
         if found:
             return True
     return False
+
+
+def largest(packed: Tensor, fmt: BlockFormat) -> float:
+    """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the largest scale."""
+    blocks = packed.reshape(-1, fmt.block_bytes)
+    scale, offset = (
+        float(_product(blocks, factors, max(numbers.count for numbers in factors)).abs().max()) if factors else 0.0
+        for factors in (fmt.scales, fmt.offsets)
+    )
+    return _largest_code(fmt) * scale + offset
+
+
+@cache
+def _largest_code(fmt: BlockFormat) -> float:
+    every_byte = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, fmt.block_bytes)
+    return float(numbers_of(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _product(blocks: Tensor, factors: Sequence[Numbers], count: int) -> Tensor:
     """Return the product of factors for each of `count` values [blocks, count]."""
     product: Tensor | None = None
     for numbers in factors:
-        factor = _numbers(blocks, numbers).repeat_interleave(count // numbers.count, 1)
+        factor = numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1)
         product = factor if product is None else product * factor
     assert product is not None
     return product
 
 
-def _numbers(blocks: Tensor, numbers: Numbers) -> Tensor:
+def numbers_of(blocks: Tensor, numbers: Numbers) -> Tensor:
     """Return numbers of all blocks [blocks, count] in float32."""
     device, integer, width = blocks.device, torch.zeros(1, dtype=torch.int32, device=blocks.device), 0
     for part in numbers.parts:

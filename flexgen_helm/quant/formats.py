@@ -288,23 +288,31 @@ _BLOCK_VALUES = (128, 64, 32)
 
 
 @cache
-def scaled_format(codes: str, scale: str, *multiples: int) -> BlockFormat | None:
+def scaled_format(codes: str, scale: str, *multiples: int, has_zero: bool = False) -> BlockFormat | None:
     """Return the format of blocks of a scale and codes behind it; None for types or widths that have none.
 
-    codes: F8_E4M3, F8_E5M2, I8, or FP4, two of which are in a byte, the first one in its lower half.
+    codes: F8_E4M3, F8_E5M2, I8; FP4, U2, U4, or U8, the first one of a byte in its lowest bits, where a U code counts
+        from its middle.
     scale: F32, F16, BF16, or F8_E8M0.
     multiples: of the values of a block.
+    has_zero: a byte between scale and codes is where U codes count from instead.
     """
     values = next((size for size in _BLOCK_VALUES if not any(number % size for number in multiples)), 0)
     if (at := _SCALE_BYTES.get(scale)) is None or not values:
         return None
+    factor = Numbers((_bits(1, 0, 8, 1),), table=_E8M0) if scale == "F8_E8M0" else _float(scale, 0, at)
+    offsets: tuple[Numbers, ...] = ()
+    if has_zero:
+        if at != 2:  # of 16 bits: both products are exact, so their difference is (code - zero) * scale
+            return None
+        offsets, at = (factor, Numbers((_bits(1, at, 8, 1),))), at + 1
     numbers = {
         "FP4": Numbers((_bits(values, at, 4, 1),), table=_FP4_CODES),
+        **{f"U{n}": Numbers((_bits(values, at, n, 1),), zero=0 if has_zero else 1 << n - 1) for n in (2, 4, 8)},
         "I8": Numbers((_bits(values, at, 8, values),), signed=True),
         **{kind: Numbers((_bits(values, at, 8, values),), floating=kind) for kind in ("F8_E4M3", "F8_E5M2")},
     }.get(codes)
     if numbers is None:
         return None
-    factor = Numbers((_bits(1, 0, 8, 1),), table=_E8M0) if scale == "F8_E8M0" else _float(scale, 0, at)
-    size = at + (values // 2 if codes == "FP4" else values)
-    return BlockFormat(f"{codes} {scale} {values}", values, size, numbers, (factor,))
+    name, size = f"{codes} {scale} {values}" + " zero" * has_zero, at + values * numbers.parts[0].width // 8
+    return BlockFormat(name, values, size, numbers, (factor,), offsets, has_zero)

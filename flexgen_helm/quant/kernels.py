@@ -34,15 +34,14 @@ _TORCH_ELEMENTS = 1 << 20
 
 def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
+    if _is_for_triton(packed, fmt, out) and _with_triton(packed, fmt, out):
+        return out
     if isinstance(fmt, BlockFormat):
         return decode_into(packed, fmt, out)
-    if fmt.has_kernels and out.is_contiguous():
-        if _is_for_triton(packed, out):
-            return out if _with_triton(packed, fmt, out) else dequantize_with_torch(packed, fmt, out)
-        if _on_cpu(packed, out) and (module := loops()) is not None:
-            loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
-            _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
-            return out
+    if fmt.has_kernels and out.is_contiguous() and _on_cpu(packed, out) and (module := loops()) is not None:
+        loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
+        _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
+        return out
     return dequantize_with_torch(packed, fmt, out)
 
 
@@ -80,11 +79,14 @@ def _run(loop: Any, packed: Tensor, fmt: GroupFormat, operands: list[int]) -> No
     run_on_threads(loop.address, [*arguments, *operands], stripes)
 
 
-def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
-    """Return whether Triton can take the tensors: its kernels read scales as numbers of 16 bits, at even addresses."""
-    if not (packed.is_cuda and values.is_cuda) or packed.stride(1) != 1:
+def _is_for_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
+    """Return whether Triton can take the tensors: our formats' scales are numbers of 16 bits, at even addresses."""
+    if not (packed.is_cuda and out.is_cuda and out.is_contiguous()) or packed.stride(1) != 1:
         return False
-    return not (packed.storage_offset() | packed.stride(0)) & 1  # the memory itself begins at a multiple of 512
+    if isinstance(fmt, BlockFormat):
+        return True
+    # The memory itself begins at a multiple of 512.
+    return fmt.has_kernels and not (packed.storage_offset() | packed.stride(0)) & 1
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:
@@ -123,7 +125,7 @@ def _product(x: Tensor, packed: Tensor, fmt: GroupFormat) -> Tensor:
 loops = Loops("dequantization", "flexgen_helm.quant.numba_kernels", _examples, tolerance=1e-4)
 
 
-def _with_triton(packed: Tensor, fmt: GroupFormat, out: Tensor) -> bool:
+def _with_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
     """Dequantize with Triton's kernels; return whether they did.
 
     The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,

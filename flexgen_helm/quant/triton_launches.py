@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.blocks import numbers_of
+from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers, StoredFormat
 
-# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
+# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`), and
+# one for all stored types of published files.
 
 
 @triton.jit
@@ -125,6 +127,63 @@ def dequantize_in(
     tl.store(at + half, high * scale + offset, mask=inside & (column + half < width))
 
 
+# Values of blocks that a program decodes.
+_BLOCKS_VALUES = tl.constexpr(2048)
+
+
+@triton.jit
+def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, given: tl.constexpr) -> Any:
+    """Some numbers of blocks, in float32. given: as `describe_blocks` describes them."""
+    bits = tl.zeros_like(index)
+    for part in tl.static_range(len(given[2])):
+        at = tl.load(layout + (given[0] + part * given[1]) + index)
+        found = tl.load(block + (at >> 3)).to(tl.int32) >> (at & 7)
+        bits = (bits << given[2][part]) | (found & ((1 << given[2][part]) - 1))
+    if given[3] == "F32":
+        number = bits.to(tl.float32, bitcast=True)
+    elif given[3] == "BF16":
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    elif given[3] == "F16":
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        number = tl.load(layout + given[3] + bits).to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: int) -> Any:
+    """Products of scales (1) or offsets (2) of blocks [blocks, 1], for parts of them [blocks, parts or 1, 1]."""
+    product = tl.full((1, 1), 1.0, tl.float32)
+    for i in tl.static_range(len(numbers[kind])):
+        product *= _numbers(block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i])
+    return product[:, :, None]
+
+
+@triton.jit
+def dequantize_blocks(
+    packed: tl.tensor,
+    out: tl.tensor,
+    layout: tl.tensor,
+    count: tl.tensor,
+    row_blocks: tl.tensor,
+    row_bytes: tl.tensor,
+    block_bytes: tl.constexpr,
+    numbers: tl.constexpr,
+    parts: tl.constexpr,
+    sign: tl.constexpr,
+) -> None:
+    """Stored types: some of all `count` blocks, or the last one again; their `parts` have a scale each."""
+    size: tl.constexpr = numbers[0][0][1]
+    chunk: tl.constexpr = _BLOCKS_VALUES // size
+    number = tl.minimum(tl.program_id(0) * chunk + tl.arange(0, chunk), count - 1)[:, None]
+    block = packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
+    index = tl.reshape(tl.arange(0, size), (1, parts, size // parts))
+    values = _numbers(block[:, :, None], layout, index, numbers[0][0]) * _product(block, layout, numbers, 1)
+    if len(numbers[2]):
+        values += sign * _product(block, layout, numbers, 2)
+    tl.store(out + number.to(tl.int64)[:, :, None] * size + index, values)
+
+
 # Bytes of the vector stores.
 _VECTOR_BYTES = 16
 
@@ -146,8 +205,8 @@ class Launch:
 @lru_cache(maxsize=1024)
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
     """Plan the launch that dequantizes a matrix [rows, width] into `dtype`."""
-    constants = _format_constants(fmt)
-    lanes, vector = constants["lanes"], _VECTOR_BYTES // dtype.itemsize
+    lanes, vector = _power_of_two(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
+    constants = {"group": fmt.group_size, "bits": fmt.bits, "lanes": lanes, "pairs": fmt.scales == "pair"}
     if fmt.axis == "out":
         chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
         constants |= {"chunks": chunks, "vector": vector}
@@ -162,19 +221,47 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
     return Launch(dequantize_in, grid, constants, 4)
 
 
-def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """Return constants of the kernel, and its layout in int32: where numbers begin, in bits, and what they can be.
+
+    Numbers are a tuple: where the layout has them, their count, bits of their parts, and where it has their values.
+    """
+    layout: list[int] = []
+
+    def describe(given: Numbers) -> tuple[Any, ...]:
+        first, parts = len(layout), given.parts[::-1]  # the highest bits first
+        layout.extend(8 * byte + shift for part in parts for byte, shift in zip(part.bytes, part.shifts))
+        known = first, given.count, tuple(part.width for part in parts)
+        if (bits := sum(known[2])) > 8:
+            return *known, given.floating
+        codes = torch.arange(1 << bits, dtype=torch.uint8)[:, None]
+        values = numbers_of(codes, replace(given, parts=(Bits(8, (0,), (0,)),)))
+        layout.extend(values[:, 0].view(torch.int32).tolist())
+        return *known, len(layout) - len(codes)
+
+    constants = {
+        "block_bytes": fmt.block_bytes,
+        "numbers": tuple(tuple(map(describe, given)) for given in ((fmt.codes,), fmt.scales, fmt.offsets)),
+        "parts": max(factor.count for factor in fmt.scales + fmt.offsets),
+        "sign": -1.0 if fmt.subtracts else 1.0,
+    }
+    return constants, torch.tensor(layout, dtype=torch.int32).to(device)
+
+
+def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width], contiguous, of any floating type; returns it."""
     rows, width = out.shape
     with _on_device(packed):
+        if isinstance(fmt, BlockFormat):
+            (constants, layout), blocks = describe_blocks(fmt, packed.device), width // fmt.block_values
+            launch = Launch(dequantize_blocks, (triton.cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4)
+            launch.run(packed, out, layout, rows * blocks, blocks, packed.stride(0))
+            return out
         launch = plan_dequantize(fmt, rows, width, out.dtype)
         tables = word_scales(packed.device), word_zero_points(fmt.bits, packed.device)
         launch.run(packed, out, *tables, rows, width, packed.stride(0))
     return out
-
-
-def _format_constants(fmt: GroupFormat) -> dict[str, Any]:
-    lanes = _power_of_two(fmt.group_size // 2)
-    return {"group": fmt.group_size, "bits": fmt.bits, "lanes": lanes, "pairs": fmt.scales == "pair"}
 
 
 def _power_of_two(number: int) -> int:

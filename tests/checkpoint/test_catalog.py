@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.checkpoint.names import CATALOG, quantized_by, resolve, split_precision
+from flexgen_helm.checkpoint.names import CATALOG, planned_precision, quantized_by, resolve, split_precision
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
+from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.catalog_configs import trace, traced_entries
 
 # Published sizes; exact where the hub's model page or `transformers` counts them.
@@ -127,6 +128,11 @@ def test_bytes_at_rest_are_those_of_the_published_files():
     more = sum(prod(shape) for _, shape in config.stage_tensors(last)) + 2 * config.hidden_size**2
     more += 2 * 2 * config.vocab_size * config.hidden_size
     assert bytes_at_rest("deepseek-v3") + more == pytest.approx(688_586_727_753, rel=0.003)
+
+
+def test_plans_of_kimi_count_experts_in_4_bits_and_what_is_ignored_in_16():
+    sizes = StorageSizes(CATALOG["kimi-k2.5"].config, planned_precision("kimi-k2.5", "fp16")).matrices
+    assert sum(sizes.values()) == pytest.approx(bytes_at_rest("kimi-k2.5"), rel=3e-3)  # without routers
 
 
 def test_what_is_published_quantized_says_so():

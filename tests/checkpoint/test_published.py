@@ -149,3 +149,20 @@ def test_a_scale_that_is_not_finite_is_refused_by_name(tmp_path):
         Engine.from_pretrained(file)
     with pytest.raises(CheckpointError, match="ffn_up.weight contains a value that is not finite"):
         open_checkpoint(file).verify()
+
+
+def test_values_that_a_dtype_does_not_have_are_refused_by_name(tmp_path):
+    config = llama_config(**SIZES, tie_word_embeddings=False)
+    file = write(tmp_path / "m.gguf", save_random(tmp_path, config, seed=7), "llama", (Kind.Q4_0,))
+    ((begin, _),) = extents(GgufCheckpoint(file), "layers.1.mlp.up.weight")
+    with file.open("r+b") as opened:
+        opened.seek(begin + 5 * 18)
+        opened.write(np.float16(-9000).tobytes() + bytes(16))  # codes of -8
+    checkpoint = GgufCheckpoint(file)
+    values = torch.cat([*checkpoint.packed_tiles("layers.1.mlp.up.weight")]).view(512, -1)
+    assert decode(values, checkpoint.formats["layers.1.mlp.up.weight"]).max() == 72000
+    with pytest.raises(CheckpointError, match="ffn_up.weight contains 72000, too large for float16"):
+        list(checkpoint.packed_tiles("layers.1.mlp.up.weight", torch.float16))
+    assert [*checkpoint.packed_tiles("layers.1.mlp.down.weight", torch.float16)]
+    with Engine.from_pretrained(file, unverified=True) as engine:  # float32 has them
+        assert engine.run([GenerationRequest(prompt_token_ids=[1, 2, 3], max_tokens=2)])[0].error is None

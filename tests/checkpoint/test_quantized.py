@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.convert import convert
+from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.quantized import view
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
@@ -27,7 +29,11 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import read_header
 from flexgen_helm.cli import main
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.kernels import trial
+from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.blocks import decode
 from tests.helpers.model_folders import edit_config, edit_weights
+from tests.helpers.parity import differences, prompts
 from tests.helpers.quantized_sets import FORMATS, _words, fp8_by_block, gptq
 from tests.helpers.tiny_models import llama_config, save_random
 
@@ -190,6 +196,89 @@ def test_a_quantized_model_reads_as_its_values_rounded_once(plain, tmp_path, fmt
         assert torch.equal(torch.cat(list(quantized.tiles(name))), expected.tensor(name).view(-1)), name
 
 
+# Format -> the format that its matrices rest in, and whether rows of it are gathered from the file.
+RESTS = {
+    "gptq-2-bits": ("U2 F16 32 zero", False),
+    "gptq-4-bits": ("U4 F16 32 zero", False),
+    "gptq-symmetric": ("U4 F16 32", False),
+    "gptq-8-bits": ("U8 F16 32 zero", False),
+    "gptq-version-2": ("U4 F16 32 zero", False),
+    "gptq-cut-group": ("U4 F16 32 zero", False),
+    "awq": ("U4 F16 32 zero", False),
+    "awq-cut-group": ("U4 F16 32 zero", False),
+    "int4-packed-symmetric": ("U4 F16 32", True),
+    "int4-packed-by-row": ("U4 F16 32", True),
+    "int8-packed": ("U8 F16 32", True),
+    "int4-packed-zero-points": ("U4 F16 32 zero", False),
+}
+EXPANDED = ("gptq-3-bits", "gptq-act-order", "int4-packed-cut-group", "int4-packed-act-order")
+
+
+@pytest.mark.parametrize("fmt", [*RESTS, *EXPANDED])
+def test_packed_integers_rest_as_published(plain, tmp_path, fmt):
+    """Bit for bit the values of the slow formula, by plain torch and by the compiled loop."""
+    values = quantize(plain, tmp_path / "model", fmt)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    if fmt in EXPANDED:
+        assert not checkpoint.formats
+        return
+    assert len(checkpoint.formats) == 14
+    by_name, (title, in_rows) = checkpoint.formats, RESTS[fmt]
+    for name, packed_format in by_name.items():
+        stored = name.replace("attn", "self_attn").replace(".weight", "_proj.weight")
+        expected = values[f"model.{stored}"]
+        packed = torch.cat([*checkpoint.packed_tiles(name)]).view(len(expected), -1)
+        assert packed_format.name.replace(" 64", " 32") == title and bool(checkpoint.published_rows(name)) == in_rows
+        assert torch.equal(decode(packed, packed_format), expected), name
+        assert torch.equal(decode_into(packed, packed_format, torch.empty(expected.shape)), expected), name
+        assert trial.loops_in_use[f"products with {packed_format.name}"] == "compiled"
+
+
+@pytest.mark.parametrize("fmt", ["gptq-2-bits", "gptq-symmetric", "awq", "int4-packed-symmetric"])
+def test_a_plan_counts_the_bytes_at_rest(plain, tmp_path, fmt):
+    quantize(plain, tmp_path / "model", fmt)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert planned_precision(tmp_path / "model", "fp16").published.by_name == checkpoint.formats
+
+
+@pytest.mark.parametrize("way", ["in memory", "from a disk", "from a disk to a gpu"])
+@pytest.mark.parametrize("fmt", ["gptq-4-bits", "gptq-symmetric", "awq", "int4-packed-symmetric"])
+def test_log_probabilities_equal_those_of_the_published_values(plain, tmp_path, fmt, way):
+    from transformers import AutoModelForCausalLM
+
+    values = quantize(plain, tmp_path / "model", fmt)
+    theirs = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    dtype = open_checkpoint(tmp_path / "model").storage_dtype  # of what is not quantized
+    rounded = {name: tensor if "_proj" in name else tensor.to(dtype) for name, tensor in values.items()}
+    theirs.load_state_dict({name: tensor.float() for name, tensor in rounded.items()})
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return theirs(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    asked = [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=4, echo_logprobs=True, ignore_eos=True)
+        for ids in prompts(6, 30, seed=5)
+    ]
+    folder, policy = tmp_path / "offload", Policy(4, 8, 0, 0, 1, 0, 1, 0)
+    ways = {
+        "in memory": {},
+        "from a disk": {"policy": policy},
+        "from a disk to a gpu": {"device": "sim", "limits": MemoryLimits(gpu=64 << 20), "policy": policy},
+    }
+
+    def results() -> list[Any]:
+        with Engine.from_pretrained(tmp_path / "model", offload_dir=folder, unverified=True, **ways[way]) as engine:
+            return engine.run(asked)
+
+    for request, result in zip(asked, results(), strict=True):
+        assert max(differences(logprobs, list(request.prompt_token_ids), result)) < 1e-5
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if ".mlp." in path.name}
+    assert bool(written) == (way != "in memory" and not RESTS[fmt][1]), written
+    results()
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+
+
 def test_a_pickled_quantized_model_is_converted_and_verified(plain, tmp_path):
     quantize(plain, tmp_path / "model", "gptq-act-order")
     expected = open_checkpoint(tmp_path / "model")
@@ -252,6 +341,10 @@ def test_a_scale_that_is_not_finite_is_refused_when_read(plain, tmp_path, fmt, p
     with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
         checkpoint.tensor("layers.1.mlp.down.weight")
     checkpoint.tensor("layers.0.mlp.down.weight")
+    if fmt == "awq":
+        with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
+            list(checkpoint.packed_tiles("layers.1.mlp.down.weight"))
+        list(checkpoint.packed_tiles("layers.0.mlp.down.weight"))
 
 
 @pytest.mark.parametrize("group", [-1, 99])
@@ -382,8 +475,10 @@ def test_zero_points_that_are_not_symmetric_are_refused_where_they_should_be(tmp
     parts, values = gptq(np.random.default_rng(5), OUT, IN)
     stored = {f"a.{name}": part for name, part in parts.items()}
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
-    with pytest.raises(CheckpointError, match=r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"):
-        read_whole(read_tensors(tmp_path / "w", stored, config)["a.weight"])
+    tensor = read_tensors(tmp_path / "w", stored, config)["a.weight"]
+    for read in (lambda: read_whole(tensor), tensor.published.lay_out):
+        with pytest.raises(CheckpointError, match=r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"):
+            read()
     for honest in ({**config, "sym": False}, {**config, "dynamic": {"+:.*": {"sym": False}}}):
         assert torch.equal(read_whole(read_tensors(tmp_path / "w", stored, honest)["a.weight"]), values)
 
@@ -635,11 +730,11 @@ def test_every_method_is_tested():
 
 def test_a_plan_says_the_size_in_16_bits(plain, tmp_path, capsys):
     words = ["plan", "--prompt-len", "8", "--gen-len", "4", "--hardware", "t4", "--model"]
-    quantize(plain, tmp_path / "model", "awq")
+    quantize(plain, tmp_path / "model", "gptq-act-order")
     parameters = open_checkpoint(tmp_path / "model").config.num_parameters
     assert main([*words, str(tmp_path / "model")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    counted = re.search(r"stored as awq and read as 16 bits; the plan counts ([\d.]+) KiB in fp16\.", said)
+    counted = re.search(r"stored as gptq and read as 16 bits; the plan counts ([\d.]+) KiB in fp16\.", said)
     assert counted and float(counted[1]) == pytest.approx(2 * parameters / 1024, rel=0.01)  # without vectors
     assert main([*words, str(plain)]) == 0
     assert "16 bits" not in capsys.readouterr().out

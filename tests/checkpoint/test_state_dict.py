@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.state_dict import StateDictReader
+from flexgen_helm.checkpoint.state_dict import StateDictCheckpoint, StateDictReader
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, read_header
 from flexgen_helm.errors import CheckpointError
-from tests.helpers.quantized_sets import fp8_by_block, nvfp4
+from flexgen_helm.quant.blocks import decode
+from tests.helpers.model_folders import edit_config
+from tests.helpers.quantized_sets import awq, fp8_by_block, nvfp4
 from tests.helpers.tiny_causal_models import tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -236,3 +238,25 @@ def test_quantized_experts_are_merged_with_their_values(experts, tmp_path, confi
         assert torch.equal(read(reader, f"{EXPERTS}.gate_up_proj", expert), torch.cat([gate, up]))
         assert torch.equal(read(reader, f"{EXPERTS}.down_proj", expert), down)
     assert reader.title(f"{EXPERTS}.gate_up_proj").endswith("and 7 more")
+
+
+def test_experts_whose_codes_lie_in_columns_are_laid_in_rows(tmp_path):
+    """Gate above up, in the bytes that both are multiplied in."""
+    model, _ = build("Qwen3MoeForCausalLM", hidden_size=64, moe_intermediate_size=96)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored, values = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if "experts." in name:
+            parts, values[name] = awq(np.random.default_rng(len(values)), *tensor.shape)
+            stored |= {f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()}
+            del stored[name]
+    write(tmp_path, stored)
+    edit_config(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32})
+    checkpoint = StateDictCheckpoint(tmp_path)
+    for expert in range(4):
+        gate, up, down = (values[f"{EXPERTS}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        for name, expected in (("gate_up", torch.cat([gate, up])), ("down", down)):
+            name = f"layers.1.mlp.experts.{expert}.{name}_proj.weight"
+            packed = torch.cat([*checkpoint.packed_tiles(name)]).view(len(expected), -1)
+            assert torch.equal(decode(packed, checkpoint.formats[name]), expected)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.proof import compare_kernels, difference_of_miniature
+from flexgen_helm.engine.proof import _dequantizes_alike, compare_kernels, difference_of_miniature
 from flexgen_helm.hardware.process_state import switched_off
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.quant.precisions import PRECISIONS
+from tests.helpers.blocks import EVERY_FORMAT
 from tests.helpers.parity import differences, prompts
 from tests.helpers.tiny_models import VARIANTS
 
@@ -37,6 +38,12 @@ def test_no_kernel_is_wrong(dtype, precision):
     """As users' engines compare them."""
     compare_kernels(torch.device("cuda", 0), dtype, PRECISIONS[precision], 64)
     assert not switched_off
+
+
+@pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_is_wrong_for_no_published_format(dtype, fmt):
+    assert _dequantizes_alike(torch.device("cuda", 0), dtype, fmt) and not switched_off
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral"])

@@ -68,3 +68,4 @@ SCALED = {
 TYPES = {fmt.name: key[:2] for key, fmt in SCALED.items()}
 FORMATS = list(BLOCK_FORMATS.values())
 NAMES = list(BLOCK_FORMATS)
+EVERY_FORMAT = [*FORMATS, *SCALED.values()]

@@ -76,9 +76,11 @@ def gptq(
     act_order: bool = False,
     size: int = 32,
     has_index: bool = True,
+    symmetric: bool = False,
 ) -> Set:
     low = version == 1  # which has no room for zero points of 0
-    drawn = _groups(rng, out, into, size, range(1 << bits), range(low, 1 << bits), act_order)
+    zeros = range(1 << bits - 1, (1 << bits - 1) + 1) if symmetric else range(low, 1 << bits)
+    drawn = _groups(rng, out, into, size, range(1 << bits), zeros, act_order)
     index = {"g_idx": torch.from_numpy(drawn.group).to(torch.int32)} if has_index else {}
     stored = {
         "qweight": _words(drawn.codes, bits),
@@ -255,6 +257,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
     "gptq-2-bits": (_gptq_config(2), partial(gptq, bits=2)),
     "gptq-3-bits": (_gptq_config(3, checkpoint_format="gptq"), partial(gptq, bits=3)),
     "gptq-4-bits": (_gptq_config(4), gptq),
+    "gptq-symmetric": (_gptq_config(sym=True, desc_act=False), partial(gptq, symmetric=True)),
     "gptq-8-bits": (_gptq_config(8), partial(gptq, bits=8)),
     "gptq-version-2": (_gptq_config(checkpoint_format="gptq_v2"), partial(gptq, version=2)),
     "gptq-act-order": (_gptq_config(desc_act=True), partial(gptq, act_order=True)),
@@ -266,6 +269,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
         _compressed("pack-quantized", group_size=None, strategy="channel"),
         lambda *a: packed(*a, size=a[2]),
     ),
+    "int4-packed-symmetric": (_compressed("pack-quantized", symmetric=True, group_size=32), packed),
     "int8-packed": (_compressed("pack-quantized", 8), partial(packed, bits=8)),
     "int4-packed-zero-points": (_compressed("pack-quantized"), partial(packed, symmetric=False)),
     "int4-packed-act-order": (_compressed("pack-quantized"), partial(packed, symmetric=False, act_order=True)),

@@ -4,7 +4,8 @@ The interpreter replaces Triton's functions while they are imported, so it needs
 what it does, one after the other; the answer has a key for each:
 
     values     how many matrices are dequantized, by format, shape and dtype; fails if a bit differs
-    spoiled    the same with one code changed, and whether that was noticed
+    spoiled    both again with one code changed, and whether that was noticed
+    blocks     how many matrices of published formats are dequantized, by format and dtype; fails if a bit differs
     bytes      how often each byte of a packed matrix is read
 """
 
@@ -18,8 +19,10 @@ import torch
 from triton.runtime import interpreter
 
 from flexgen_helm.quant import triton_launches
+from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
+from tests.helpers.blocks import EVERY_FORMAT
 
 _FORMATS = [
     GroupFormat(bits, group, axis, scales, fit)
@@ -54,13 +57,35 @@ def values(spoiled: bool = False) -> int:
     return count
 
 
+def blocks(spoiled: bool = False) -> int:
+    """Any bytes, at an odd address and with rows an odd number of bytes apart."""
+    draw = torch.Generator().manual_seed(0)
+    count = 0
+    for fmt in EVERY_FORMAT:
+        width = 3 * fmt.block_values
+        size = fmt.stripe_bytes(width)
+        memory = torch.randint(256, (31, size + 5 + size % 2), dtype=torch.uint8, generator=draw)
+        packed = memory[:, 1 : size + 1]
+        weights = decode(packed, fmt)
+        packed[17, size - 1] ^= 64 * spoiled
+        for dtype, integers in ((torch.float16, torch.int16), (torch.float32, torch.int32)):
+            out = triton_launches.dequantize_into(packed, fmt, torch.full((31, width), 7.0, dtype=dtype))
+            expected = weights.to(dtype)
+            different = (out.view(integers) != expected.view(integers)) & ~(out.isnan() & expected.isnan())
+            assert not different.any(), (fmt.name, dtype, int(different.sum()))
+            count += 1
+    return count
+
+
 def is_noticed() -> bool:
-    """Whether the comparison fails if one code is changed."""
-    try:
-        values(spoiled=True)
-    except AssertionError:
-        return True
-    return False
+    """Whether the comparisons fail if one code is changed."""
+    noticed = 0
+    for compare in (values, blocks):
+        try:
+            compare(spoiled=True)
+        except AssertionError:
+            noticed += 1
+    return noticed == 2
 
 
 def read_counts() -> list[dict[str, object]]:
@@ -87,5 +112,5 @@ def read_counts() -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    done = {"values": values, "spoiled": is_noticed, "bytes": read_counts}
+    done = {"values": values, "blocks": blocks, "spoiled": is_noticed, "bytes": read_counts}
     print(json.dumps({what: done[what]() for what in sys.argv[1:]}))

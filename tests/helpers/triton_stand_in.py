@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.blocks import decode
+from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers
 from flexgen_helm.quant.packing import dequantize
 from flexgen_helm.quant.triton_launches import Launch
 
 
-def run(launch: Launch, packed: Tensor, out: Tensor, *_: object) -> None:
+def run(launch: Launch, packed: Tensor, out: Tensor, layout: Tensor, *_: object) -> None:
     """Stand in for `Launch.run`."""
+    if launch.kernel.__name__ == "dequantize_blocks":
+        out.copy_(decode(packed, block_format(launch.constants, layout)))
+        return
     given, axis = launch.constants, "in" if launch.kernel.__name__.endswith("_in") else "out"
     fmt = GroupFormat(given["bits"], given["group"], axis, "pair" if given["pairs"] else "word")
     out.copy_(dequantize(packed, fmt, *out.shape))
+
+
+def block_format(given: dict[str, Any], layout: Tensor) -> BlockFormat:
+    """Return the format that a launch's constants and layout describe."""
+
+    def numbers(first: int, count: int, widths: tuple[int, ...], values: int | str) -> Numbers:
+        found = layout[first : first + len(widths) * count].view(len(widths), count)
+        parts = tuple(Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist())) for w, at in zip(widths, found))
+        if isinstance(values, str):
+            return Numbers(parts[::-1], floating=values)
+        table = layout[values : values + (1 << sum(widths))].view(torch.float32)
+        return Numbers(parts[::-1], table=tuple(table.tolist()))
+
+    (codes,), scales, offsets = (tuple(numbers(*x) for x in kind) for kind in given["numbers"])
+    return BlockFormat("", codes.count, given["block_bytes"], codes, scales, offsets, given["sign"] < 0)

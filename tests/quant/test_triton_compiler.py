@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
@@ -16,6 +17,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 triton = pytest.importorskip("triton")
 
 from flexgen_helm.quant import triton_launches  # noqa: E402
+from tests.helpers.blocks import EVERY_FORMAT  # noqa: E402
 from tests.helpers.shares import share  # noqa: E402
 from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_driver, resources  # noqa: E402
 from tests.helpers.triton_stand_in import run  # noqa: E402
@@ -33,6 +35,13 @@ ALL = [
 ]
 QUICK = [(75, PAPER, torch.float16), (80, EIGHT_IN, torch.float16)]
 QUICK += [(capability, OURS, torch.float16) for capability in SHARED_MEMORY]
+BLOCKS = [
+    (capability, fmt, dtype)
+    for capability in SHARED_MEMORY
+    for fmt in EVERY_FORMAT
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    if capability >= 80 or dtype != torch.bfloat16
+]
 
 
 def launch(capability, fmt, dtype, rows=ROWS, width=WIDTH):
@@ -69,6 +78,26 @@ def test_kernels_compile_without_spills_and_with_wide_loads(tmp_path, capability
 @pytest.mark.parametrize("capability, fmt, dtype", share(ALL, 5), ids=str)
 def test_all_kernels_compile_without_spills_and_with_wide_loads(tmp_path, capability, fmt, dtype):
     check(tmp_path, capability, fmt, dtype)
+
+
+def check_blocks(tmp_path, capability, fmt, dtype):
+    (launched,) = launch(capability, fmt, dtype, rows=63)
+    kernel = launched.kernel
+    values = triton_launches._BLOCKS_VALUES.value // 128  # of a thread
+    assert launched.grid == (-(-63 * WIDTH // triton_launches._BLOCKS_VALUES.value), 1, 1)
+    found = resources(kernel, tmp_path)
+    assert not found.stack_bytes and found.registers <= 80
+    # A byte or two of codes, what they mean, and a share of positions and scales.
+    assert sum(instructions(kernel, r"ld\.global").values()) <= 6.25 * values
+    assert set(instructions(kernel, r"st\.global")) == {"st.global.v4.b32"}
+    assert not instructions(kernel, r"fma\.") and ".ftz" not in kernel.asm["ptx"], "other bits than plain torch"
+    assert dtype != torch.bfloat16 or instructions(kernel, r"cvt\.rn\.bf16")
+
+
+@pytest.mark.fast(12)
+@pytest.mark.parametrize("capability, fmt, dtype", share(BLOCKS, 3), ids=lambda x: getattr(x, "name", str(x)))
+def test_one_kernel_compiles_for_all_published_formats(tmp_path, capability, fmt, dtype):
+    check_blocks(tmp_path, capability, fmt, dtype)
 
 
 @triton.jit
@@ -120,3 +149,12 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
     monkeypatch.setattr(triton_launches.Launch, "run", run)
     found = triton_launches.dequantize_into(packed, fmt, torch.empty(rows, width))
     assert torch.equal(found, dequantize(packed, fmt, rows, width))
+
+
+@pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=lambda fmt: fmt.name)
+def test_the_stand_in_decodes_what_a_launch_describes(monkeypatch, fmt):
+    width = 3 * fmt.block_values
+    packed = torch.randint(64, (5, fmt.stripe_bytes(width)), dtype=torch.uint8)
+    monkeypatch.setattr(triton_launches.Launch, "run", run)
+    found = triton_launches.dequantize_into(packed, fmt, torch.empty(5, width))
+    assert torch.equal(found, decode(packed, fmt))

@@ -12,15 +12,18 @@ from flexgen_helm.offload import linear
 from flexgen_helm.planner.placement import DEVICE_UPCAST_ELEMENTS
 from flexgen_helm.progress import Message, observed_by
 from flexgen_helm.quant import kernels
+from flexgen_helm.quant.blocks import decode
+from flexgen_helm.quant.formats import BLOCK_FORMATS, GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
 triton = pytest.importorskip("triton")
 
 from flexgen_helm.quant import triton_launches  # noqa: E402
+from tests.helpers.blocks import drawn_blocks  # noqa: E402
 from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noqa: E402
 
-OURS = PRECISIONS["4bit"].weights
+OURS, Q4_0 = PRECISIONS["4bit"].weights, BLOCK_FORMATS["Q4_0"]
 
 
 @pytest.fixture
@@ -78,6 +81,28 @@ def test_without_triton(packed, monkeypatch):
     assert "Error" in warning
 
 
+def test_published_bytes_without_a_driver(monkeypatch):
+    """As on this machine, by the same warning."""
+    monkeypatch.delitem(switched_off, TRITON, raising=False)
+    monkeypatch.setattr(kernels, "_is_for_triton", lambda *_: True)
+    blocks = drawn_blocks(Q4_0, 5, 96)
+    events: list[Any] = []
+    with observed_by(events.append):
+        for _ in range(2):
+            out = kernels.dequantize_into(blocks, Q4_0, torch.full((5, 96), torch.nan, dtype=torch.float16))
+            assert torch.equal(out, decode(blocks, Q4_0).half())
+    assert len(events) == 1 and "active drivers" in events[0].text
+
+
+def test_published_bytes_take_the_kernel(monkeypatch):
+    monkeypatch.delitem(switched_off, TRITON, raising=False)
+    monkeypatch.setattr(kernels, "_is_for_triton", lambda *_: True)
+    monkeypatch.setattr(kernels, "decode_into", None)
+    with recording_driver(80) as driver:
+        kernels.dequantize_into(drawn_blocks(Q4_0, 5, 96), Q4_0, torch.empty(5, 96, dtype=torch.bfloat16))
+    assert len(driver.launched) == 1 and TRITON not in switched_off
+
+
 def test_a_kernel_that_works_is_used_and_nothing_is_said(packed, monkeypatch):
     """The inverse: what is launched is not repeated by plain torch."""
     monkeypatch.setattr(kernels, "dequantize_with_torch", None)
@@ -104,8 +129,8 @@ def test_triton_takes_what_its_kernels_can_address():
     class OnDevice:
         is_cuda = True
 
-        def __init__(self, stride, at):
-            self._stride, self._at = stride, at
+        def __init__(self, stride, at, is_contiguous=True):
+            self._stride, self._at, self._is_contiguous = stride, at, is_contiguous
 
         def stride(self, dim):
             return self._stride[dim]
@@ -113,11 +138,19 @@ def test_triton_takes_what_its_kernels_can_address():
         def storage_offset(self):
             return self._at
 
-    good = OnDevice((36, 1), 4096)
-    assert kernels._is_for_triton(good, good)
-    for unsuited in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096), OnDevice((36, 2), 4096)):
-        assert not kernels._is_for_triton(unsuited, good)
-    assert not kernels._is_for_triton(good, torch.zeros(1)) and not kernels._is_for_triton(torch.zeros(2, 2), good)
+        def is_contiguous(self):
+            return self._is_contiguous
+
+    good, odd, apart = OnDevice((36, 1), 4096), OnDevice((35, 1), 4097), OnDevice((36, 2), 4096, False)
+    for fmt in (OURS, Q4_0):
+        assert kernels._is_for_triton(good, fmt, good)
+        assert not kernels._is_for_triton(apart, fmt, good) and not kernels._is_for_triton(good, fmt, apart)
+        assert not kernels._is_for_triton(good, fmt, torch.zeros(1))
+        assert not kernels._is_for_triton(torch.zeros(2, 2), fmt, good)
+    for unsuited in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096)):
+        assert not kernels._is_for_triton(unsuited, OURS, good)
+    assert kernels._is_for_triton(odd, Q4_0, good)  # blocks are read byte by byte
+    assert not kernels._is_for_triton(good, GroupFormat(3), good)  # no kernel
 
 
 @pytest.mark.parametrize("rows, width, tiles", [(33, 64, 1), (28672, 8192, 1), (53248, 16384, 4)])

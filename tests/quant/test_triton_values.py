@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.helpers.blocks import EVERY_FORMAT
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("triton")
@@ -24,7 +25,7 @@ def interpreted(*names):
 
 @pytest.fixture(scope="module")
 def found():
-    return interpreted("values", "spoiled", "bytes")
+    return interpreted("values", "blocks", "spoiled", "bytes")
 
 
 def test_kernels_give_the_bits_of_plain_torch(found):
@@ -32,7 +33,12 @@ def test_kernels_give_the_bits_of_plain_torch(found):
     assert found["values"] == 44
 
 
-def test_the_comparison_notices_a_single_code(found):
+def test_one_kernel_gives_the_bits_of_all_published_formats(found):
+    """Those of GGUF files and of folders, in float16 and float32: Triton's interpreter does not round to bfloat16."""
+    assert found["blocks"] == 2 * len(EVERY_FORMAT) == 62
+
+
+def test_the_comparisons_notice_a_single_code(found):
     assert found["spoiled"]
 
 

@@ -25,8 +25,9 @@ class Quantization:
     zero_offset: what is added to a stored zero point.
     group_sizes: numbers of inputs that share a scale, the last ones cut off.
     bits: of a code, where the method does not say it.
-    symmetric: GPTQ's zero points are all 2 ** (bits - 1); False if zero points must be stored; None if unknown.
+    symmetric: zero points are all 2 ** (bits - 1); False if they must be stored; None if unknown.
     act_order: groups are of inputs in an order of their own, so that a g_idx must be stored; None if unknown.
+    ignored: modules of compressed-tensors that are plain: names, or after 're:' what they begin with; for plans.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Quantization:
     bits: int | None = None
     symmetric: bool | None = None
     act_order: bool | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -71,7 +73,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: quantization_config of {method} is damaged ({error!r})") from error
     bits = settings.get("bits") or (4 if settings.get("load_in_4bit") else None)
-    return Quantization(method, dtype, bits=bits, **options)
+    return Quantization(method, dtype, **{"bits": bits, **options})
 
 
 def _method(settings: _Settings) -> str:
@@ -202,7 +204,8 @@ _COMPRESSED_FORMATS = (
 
 def _compressed_options(settings: _Settings) -> dict[str, Any]:
     groups = [_Settings(group) for group in (settings.get("config_groups") or {}).values()]
-    for fmt in (settings.get("format"), *(group.get("format") for group in groups)):
+    formats = {settings.get("format"), *(group.get("format") for group in groups)}
+    for fmt in formats:
         _require("format", fmt or "dense", _COMPRESSED_FORMATS, "compressed-tensors")
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     _require("sparsity", sparsity, ("dense",), "compressed-tensors")
@@ -219,6 +222,8 @@ def _compressed_options(settings: _Settings) -> dict[str, Any]:
         "symmetric": _agreed(weights, "symmetric"),
         # Where only weights are sorted ('weight', 'static'), groups are of inputs in order.
         "act_order": _agreed(weights, "actorder") in (True, "group", "dynamic") or None,
+        "ignored": tuple(map(str, settings.get("ignore") or ())),
+        "bits": _agreed(weights, "num_bits") if formats <= {"pack-quantized", None} else None,
     }
     for part in (*groups, *weights):
         _require_known(part, "compressed-tensors")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     LogicalTensor,
@@ -24,7 +25,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
 )
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import scaled_format
+from flexgen_helm.quant.formats import BlockFormat, scaled_format
 
 # Of activations and caches, which are not quantized here.
 _UNUSED = (
@@ -167,29 +168,32 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
 
         return rows
 
-    published = _as_blocks(scaling, codes, shape, grid, block)
+    has_blocks = scaling.factor == 1 and scaling.global_scale is None and zero_point is None
+    rows, columns = block[0], shape[-1] if grid[-1] == 1 else block[1]
+    if prod(grid) == 1:
+        rows = prod(shape[:-1])
+    elif grid[:-2] != shape[:-2] or (prod(shape[:-2]) > 1 and shape[-2] % rows):
+        has_blocks = False
+    kind = "FP4" if scaling.fp4 else codes.dtype
+    published = _as_blocks(codes, kind, scale, shape[-1], (rows, columns)) if has_blocks else None
     return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
 
 
 def _as_blocks(
-    scaling: _Scaling, codes: StoredTensor, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int]
+    codes: StoredTensor, kind: str, scale: StoredTensor, width: int, shared: tuple[int, int]
 ) -> PublishedTensor | None:
-    """Return the rows as blocks of a scale and its codes; None where no format has them."""
-    is_plain = scaling.factor == 1 and scaling.global_scale is None and scaling.zero_point is None
-    rows, width = block[0], shape[-1]
-    if prod(grid) == 1:
-        rows = prod(shape[:-1])
-    elif grid[:-2] != shape[:-2] or (prod(shape[:-2]) > 1 and shape[-2] % rows):
-        is_plain = False
-    kind = "F8_E8M0" if scaling.scale.dtype == "U8" else scaling.scale.dtype
-    fmt = scaled_format("FP4" if scaling.fp4 else codes.dtype, kind, width, width if grid[-1] == 1 else block[1])
-    if fmt is None or not is_plain:
+    """Return rows of codes with scales as blocks; None where no format has them.
+
+    kind: of the codes, see `scaled_format`.
+    shared: rows and columns that share a scale.
+    """
+    rows, columns = shared
+    fmt = scaled_format(kind, "F8_E8M0" if scale.dtype == "U8" else scale.dtype, width, columns)
+    if fmt is None:
         return None
-    values = fmt.block_values
-    size = scaling.scale.size // max(1, prod(scaling.scale.shape))
-    of_row = width // values if grid[-1] == 1 else block[1] // values
-    scales = StoredPlane(scaling.scale.file, scaling.scale.offset, grid[-1] * size, size, rows, of_row)
+    values, size = fmt.block_values, scale.size // max(1, prod(scale.shape))
     code_bytes = fmt.block_bytes - size
+    scales = StoredPlane(scale.file, scale.offset, -(-width // columns) * size, size, rows, columns // values)
     return PublishedTensor(
         fmt, (scales, StoredPlane(codes.file, codes.offset, code_bytes * width // values, code_bytes))
     )
@@ -274,8 +278,8 @@ def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
 
 # AWQ, gemm layout: where column j of each eight begins in the word.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-# What reads a set once: rows of codes [count, in], of zero points [count, groups], and all scales [out, groups].
-_ReadParts = Callable[[], tuple[ReadRows, ReadRows, torch.Tensor]]
+# What reads a set once: rows of codes [count, in], in bytes or words, too; zero points and scales [out, groups].
+_Parts = tuple[ReadRows, ReadRows, torch.Tensor, torch.Tensor]
 
 
 def _unpack(
@@ -299,15 +303,27 @@ def _unpack(
     return (((wide[word] | following << 32) >> shift) & mask).to(torch.int32)
 
 
+def _words(words: ReadRows, inputs: int, bits: int) -> tuple[ReadRows, ReadRows]:
+    """Return what reads codes from rows of words, and what reads the words."""
+    return lambda start, count: _unpack(words(start, count).t(), 0, inputs, bits).t(), words
+
+
 def _grouped(
-    group: QuantizedGroup, shape: tuple[int, int], num_groups: int, parts: tuple[StoredTensor, ...], read: _ReadParts
+    group: QuantizedGroup,
+    shape: tuple[int, int],
+    bits: int,
+    parts: tuple[StoredTensor, ...],
+    read: Callable[[], _Parts],
 ) -> LogicalTensor:
     """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by group.
 
     parts: codes, scales, and others. A g_idx [in] among them has the group of each input; without one, groups are runs
         of the configured size, of which the last may be cut off, or of equal lengths.
     """
-    scale, inputs, quantization = parts[1], shape[1], group.quantization
+    scale, (outputs, inputs), quantization = parts[1], shape, group.quantization
+    in_rows = parts[0].name.endswith("_packed")
+    has_zeros = any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
+    num_groups = scale.shape[in_rows]
     g_idx = next((part for part in parts if part.name.endswith("g_idx")), None)
     if g_idx is not None:
         require(g_idx, _INDICES, (inputs,))
@@ -323,30 +339,31 @@ def _grouped(
         )
     (group_size,) = sizes
 
-    def groups() -> torch.Tensor:
-        """Return the group of each input; raises `CheckpointError` if a g_idx cannot be meant."""
+    def groups() -> tuple[torch.Tensor, bool]:
+        """Return the group of each input, and whether they are in order."""
         in_order = torch.arange(inputs) // group_size
-        if g_idx is None:
-            return in_order
-        index = read_all(g_idx).long()
-        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
-            raise CheckpointError(f"{g_idx.title} names groups outside 0 to {num_groups - 1}")
+        index = in_order if g_idx is None else read_all(g_idx).long()
         if quantization.act_order is False and not index.any():  # some programs store zeros for groups in order
-            return in_order
-        if (named := len(index.unique())) < num_groups:
-            raise CheckpointError(
-                f"{g_idx.title} names {named} of {num_groups} groups, so that scales would not be used; quantize again"
-            )
-        return index
+            return in_order, True
+        return index, torch.equal(index, in_order)
+
+    _, is_in_order = groups()
 
     def prepare() -> ReadRows:
-        codes, zeros, scales = read()
-        index = groups()
-        is_even = g_idx is None and inputs == num_groups * group_size
+        codes, _, zeros, scales = read()
+        index, _ = groups()
+        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+            raise CheckpointError(f"{parts[-1].title} names groups outside 0 to {num_groups - 1}")
+        if (named := len(index.unique())) < num_groups:
+            raise CheckpointError(
+                f"{parts[-1].title} names {named} of {num_groups} groups, so that scales would not be used; quantize "
+                "again"
+            )
 
         def rows(start: int, count: int) -> torch.Tensor:
-            values, offsets, factors = codes(start, count), zeros(start, count), scales[start : start + count]
-            if is_even:  # several times as fast as by index
+            values, of_rows = codes(start, count), slice(start, start + count)
+            offsets, factors = zeros[of_rows], scales[of_rows].float()
+            if is_in_order and inputs == num_groups * group_size:  # several times as fast as by index
                 by_group = values.unflatten(1, (num_groups, group_size))
                 return (by_group - offsets.unsqueeze(2)).float() * factors.unsqueeze(2)
             return (values - offsets.index_select(1, index)).float() * factors.index_select(1, index)
@@ -354,7 +371,30 @@ def _grouped(
         return rows
 
     name = group.first.name.rpartition(".")[0] + ".weight"
-    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare)
+    kind, published = f"U{bits}", None
+    if in_rows and is_in_order and not has_zeros:
+        shared = 1 if scale.shape[0] == outputs else outputs, group_size
+        published = _as_blocks(parts[0], kind, scale, inputs, shared)
+    elif is_in_order and (fmt := scaled_format(kind, scale.dtype, inputs, group_size, has_zero=has_zeros)) is not None:
+        published = PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, inputs, group_size, read()))
+    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
+
+
+def _laid_out(fmt: BlockFormat, inputs: int, group_size: int, parts: _Parts) -> FillRows:
+    """Return what makes rows of blocks of what has been read."""
+    _, packed, zeros, scales = parts
+    of_block = torch.arange(0, inputs, fmt.block_values) // group_size
+    code_bytes, size = fmt.block_values * fmt.codes.parts[0].width // 8, scales.itemsize
+
+    def fill(start: int, out: torch.Tensor) -> None:
+        count, blocks = len(out), out.view(len(out), -1, fmt.block_bytes)
+        of_rows = slice(start, start + count)
+        blocks[..., :size] = scales[of_rows][:, of_block].unsqueeze(2).view(torch.uint8)
+        if fmt.offsets:
+            blocks[..., size] = zeros[of_rows][:, of_block]
+        blocks[..., -code_bytes:] = packed(start, count).contiguous().view(torch.uint8).view(count, -1, code_bytes)
+
+    return fill
 
 
 def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
@@ -393,8 +433,8 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     require(qzeros, ("I32",), (groups, outputs * bits // 32))
     offset, mask = group.quantization.zero_offset, (1 << bits) - 1
 
-    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
-        words, zeros = read_all(qweight), _unpack(read_all(qzeros).t(), 0, outputs, bits)
+    def read() -> _Parts:
+        words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), 0, outputs, bits)
         if group.quantization.symmetric:  # fixes the zero point, whichever version of the format stored it
             half = 1 << (bits - 1)
             if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
@@ -403,15 +443,15 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
                     f"config.json means {half} for all; set 'sym' to false if they are meant"
                 )
             zeros = torch.full_like(zeros, half - offset)
-        zeros = (zeros + offset) & mask
         return (
-            lambda start, count: _unpack(words[:, start : start + count], 0, inputs, bits).t(),
-            lambda start, count: zeros[start : start + count],
-            read_all(scales).float().t(),
+            *_words(lambda start, count: words[start : start + count], inputs, bits),
+            (zeros + offset) & mask,
+            read_all(scales).t(),
         )
 
     g_idx = group.optional(qweight.name.removesuffix("qweight") + "g_idx")
-    return _grouped(group, (outputs, inputs), groups, parts if g_idx is None else (*parts, g_idx), read)
+    parts = parts if g_idx is None else (*parts, g_idx)
+    return _grouped(group, (outputs, inputs), bits, parts, read)
 
 
 def _awq(group: QuantizedGroup) -> LogicalTensor | None:
@@ -424,15 +464,19 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
     require(scales, _FLOATS, (groups, words * 8))
     require(qzeros, ("I32",), (groups, words))
 
-    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
-        codes, zeros = read_all(qweight).t(), read_all(qzeros).t()
-        return (
-            lambda start, count: _unpack(codes, start, count, 4, _AWQ_SHIFTS),
-            lambda start, count: _unpack(zeros, start, count, 4, _AWQ_SHIFTS),
-            read_all(scales).float().t(),
-        )
+    def read() -> _Parts:
+        columns, zeros = read_all(qweight).t(), read_all(qzeros).t()
 
-    return _grouped(group, (words * 8, inputs), groups, parts, read)
+        def codes(start: int, count: int) -> torch.Tensor:
+            return _unpack(columns, start, count, 4, _AWQ_SHIFTS)
+
+        def packed(start: int, count: int) -> torch.Tensor:
+            found = codes(start, count).to(torch.uint8)
+            return found[:, ::2] | found[:, 1::2] << 4
+
+        return codes, packed, _unpack(zeros, 0, words * 8, 4, _AWQ_SHIFTS), read_all(scales).t()
+
+    return _grouped(group, (words * 8, inputs), 4, parts, read)
 
 
 def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTensor:
@@ -459,7 +503,7 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
         zero_rows = -(-outputs * bits // 32) if zero_point.dtype == "I32" else outputs
         require(zero_point, ("I32", "I8"), (zero_rows, groups))
 
-    def read() -> tuple[ReadRows, ReadRows, torch.Tensor]:
+    def read() -> _Parts:
         offset = 1 << (bits - 1)
         if zero_point is None:
             zeros = torch.full((outputs, groups), offset, dtype=torch.int32)
@@ -467,13 +511,10 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
             zeros = read_all(zero_point).int() + offset
         else:
             zeros = _unpack(read_all(zero_point), 0, outputs, bits)
-        return (
-            lambda start, count: _unpack(read_rows(packed, start, count, packed.shape[1]).t(), 0, inputs, bits).t(),
-            lambda start, count: zeros[start : start + count],
-            read_all(scale).float().expand(outputs, -1),
-        )
+        words = _words(lambda start, count: read_rows(packed, start, count, packed.shape[1]), inputs, bits)
+        return *words, zeros, read_all(scale).expand(outputs, -1)
 
-    return _grouped(group, (outputs, inputs), groups, parts, read)
+    return _grouped(group, (outputs, inputs), bits, parts, read)
 
 
 def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
