@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
+from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache, with_torch_dequantization
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
@@ -324,7 +324,7 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     """Return the search's policy for FlexGen on the paper's T4, whose disk has a page cache."""
     entry = resolve(model).entry
     assert entry is not None
-    hardware = with_page_cache(load_profile("t4"))
+    hardware = with_page_cache(with_torch_dequantization(load_profile("t4")))
     problem = SYSTEMS["flexgen"](entry.config, hardware, workload, precision, compute_bytes=2, limits={})
     return search(full_memory(problem), (ZIGZAG,))
 

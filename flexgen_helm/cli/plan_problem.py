@@ -97,7 +97,7 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         limits=allowed,
-        precision=planned_precision(model, asked.precision),
+        precision=asked.precision if config.weights == "dummy" else planned_precision(model, asked.precision),
         storage_dtype=dtype,
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,

@@ -13,7 +13,7 @@ Scales 'word', a number w of 16 bits:
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ _FP16_MAX = 65504.0
 # Values that are fitted at a time. Hundreds of passes go over them.
 _FITTED_VALUES = 1 << 19
 # Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of it.
-_TRIED_SCALES = 8
+TRIED_SCALES = 8
+# Sums that a group's terms are added to in turn, and which are then added up by halves: so every device and the
+# compiled loop find the same words.
+PARTIAL_SUMS = 8
 
 
 class NotQuantizableError(FlexgenError):
@@ -77,7 +80,7 @@ def to_codes(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> tup
     """
     values = _saturated(values.float(), fmt) if saturate else values.float()
     if not saturate:
-        _check(values, fmt)
+        check(values, fmt)
     least, greatest = values.amin(-1), values.amax(-1)
     if fmt.scales == "pair":
         pairs = _range_pairs(least, greatest, fmt.bits)
@@ -105,7 +108,7 @@ def largest_value(fmt: GroupFormat) -> float:
     return ((1 << fmt.bits) - 1) * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT) / 2
 
 
-def _check(values: Tensor, fmt: GroupFormat) -> None:
+def check(values: Tensor, fmt: GroupFormat) -> None:
     """Raise `NotQuantizableError` for values [..., group] that cannot be quantized."""
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
@@ -186,27 +189,37 @@ def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
     points are tried, which clip below, on both sides, or above; each is refitted once, because the codes that it
     gives want another offset.
     """
-    scale, offset = decode_words(words, bits)
-    covering = _round_codes(values, scale, offset, bits) * scale[..., None] + offset[..., None]
-    best, least_error = words, (values - covering).square_().sum(-1)
     first_index, scales = words >> 7, word_scales(values.device)
     below, above = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
 
     def without_offset(candidate: Tensor) -> ScaleOffset:
         """What codes times scale leave of the values [..., group], and the candidate's offset."""
-        scale, offset = decode_words(candidate, bits)
-        return values - _round_codes(values, scale, offset, bits).mul_(scale[..., None]), offset
+        scale, offset = (number[..., None] for number in decode_words(candidate, bits))
+        codes = (values - offset).mul_(1 / scale).round_().clamp_(0, (1 << bits) - 1)
+        return values - codes.mul_(scale), offset
 
-    for smaller in range(_TRIED_SCALES):
+    def error(candidate: Tensor) -> Tensor:
+        remainder, offset = without_offset(candidate)
+        return _sum(remainder.sub_(offset).square_())
+
+    best, least_error = words, error(words)
+    for smaller in range(TRIED_SCALES):
         index = (first_index - smaller).clamp_min(0)
         scale = scales[index]
         lowest, highest = -below / scale, (1 << bits) - 1 - above / scale
         for zero_point in (lowest, (lowest + highest) / 2, highest):
             remainder, _ = without_offset(index << 7 | _zero_point_index(zero_point, bits))
-            candidate = index << 7 | _zero_point_index(-remainder.mean(-1) / scale, bits)
-            remainder, offset = without_offset(candidate)
-            error = (remainder - offset[..., None]).square_().sum(-1)
-            better = error < least_error
+            candidate = index << 7 | _zero_point_index(-(_sum(remainder) / values.shape[-1]) / scale, bits)
+            candidate_error = error(candidate)
+            better = candidate_error < least_error
             best = torch.where(better, candidate, best)
-            least_error = torch.where(better, error, least_error)
+            least_error = torch.where(better, candidate_error, least_error)
     return best
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """Terms [..., group] -> sums [...], in the order of `PARTIAL_SUMS`."""
+    total = reduce(torch.add, terms.split(PARTIAL_SUMS, -1))
+    while (half := total.shape[-1] // 2) > 0:
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]

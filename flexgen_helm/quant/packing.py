@@ -10,15 +10,25 @@ streams of bits, lowest first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
 import torch
 from torch import Tensor
 
-from flexgen_helm.quant.arithmetic import from_codes, to_codes
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.trial import Loops
+from flexgen_helm.quant.arithmetic import TRIED_SCALES, check, from_codes, to_codes, word_table
+from flexgen_helm.quant.formats import Fit, GroupFormat
+
+_FITS: tuple[Fit, ...] = ("range", "error")
 
 
 def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Tensor:
     """Matrix [rows, width] -> bytes [stripes, stripe_bytes]; `saturate` and errors: see `to_codes`."""
+    if not saturate and (packed := _pack_columns(values, fmt)) is not None:
+        return packed
     codes, scales = to_codes(_to_groups(values, fmt), fmt, saturate=saturate)
     if fmt.scales == "word":
         scales = _to_int16(scales)[..., None]
@@ -26,7 +36,7 @@ def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Ten
     if fmt.axis == "out":
         code_bytes, scales = code_bytes.transpose(1, 2), scales.transpose(1, 2)
     stripes = codes.shape[0]
-    return torch.cat((code_bytes.reshape(stripes, -1), scales.reshape(stripes, -1).view(torch.uint8)), 1)
+    return torch.cat((code_bytes.reshape(stripes, -1), scales.reshape(stripes, -1).contiguous().view(torch.uint8)), 1)
 
 
 def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tensor:
@@ -69,6 +79,38 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     stream = packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     stream = stream.reshape(*packed.shape[:-1], -1, bits)
     return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(-1, dtype=torch.uint8)
+
+
+def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
+    """Do the same by a compiled loop; return None for what has none."""
+    is_for_loop = fmt.has_kernels and fmt.axis == "out" and fmt.scales == "word" and values.device.type == "cpu"
+    if not is_for_loop or not values.numel() or (module := loops()) is None:
+        return None
+    matrix = values.float().contiguous()
+    rows, width = matrix.shape
+    check(_to_groups(matrix, fmt), fmt)
+    packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
+    table = word_table(fmt.bits, packed.device)
+    run_on_threads(
+        module.pack_columns.address,
+        [packed.data_ptr(), packed.shape[1], packed.shape[0], fmt.group_size, fmt.bits, 1, table.data_ptr()]
+        + [matrix.data_ptr(), rows, width, TRIED_SCALES if fmt.fit == "error" else 0],
+        packed.shape[0] * width,
+    )
+    return packed
+
+
+def _examples() -> Iterator[Callable[[], Tensor]]:
+    matrix = torch.randn(40, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    for bits, fit in product((4, 8), _FITS):
+        yield partial(_rounded, matrix, GroupFormat(bits, 32, "out", "word", fit))
+
+
+def _rounded(matrix: Tensor, fmt: GroupFormat) -> Tensor:
+    return dequantize(quantize(matrix, fmt), fmt, *matrix.shape)
+
+
+loops = Loops("packing", "flexgen_helm.quant.numba_kernels", _examples)
 
 
 def _to_groups(values: Tensor, fmt: GroupFormat) -> Tensor:

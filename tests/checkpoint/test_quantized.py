@@ -430,6 +430,16 @@ def test_values_are_compared_with_the_description_of_their_format(tmp_path, fmt)
         return
     with pytest.raises(CheckpointError, match="row .* is not read as its format"):
         require_described_values(wrong, quantization)
+    # And the bytes that are multiplied.
+    for tensor in (tensor for tensor in tensors if tensor.published is not None):
+        codes = tensor.published.fmt.codes
+        if codes.floating:
+            codes = replace(codes, floating="F8_E5M2")
+        else:
+            codes = replace(codes, table=codes.table and codes.table[::-1], zero=codes.zero + 1)
+        published = replace(tensor.published, fmt=replace(tensor.published.fmt, codes=codes))
+        with pytest.raises(CheckpointError, match="row .* is not read as its format"):
+            require_described_values([replace(tensor, published=published)], quantization)
 
 
 def test_a_checkpoint_whose_values_are_misread_is_not_opened(plain, tmp_path, monkeypatch):

@@ -39,11 +39,18 @@ def reference(wheel_model):
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     names = ARCHITECTURES["llama"].tensors
-    state = {"model." + find_source(names, name).name: checkpoint.tensor(name).float() for name in checkpoint.shapes}
+    state = {"model." + find_source(names, name).name: published(checkpoint, name) for name in checkpoint.shapes}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     return model
+
+
+def published(checkpoint, name):
+    """The file's values by the gguf package, not rounded to 16 bits."""
+    values = torch.cat([*checkpoint._read_tiles(name)]).view(checkpoint.shapes[name])
+    order = checkpoint.order(name)
+    return values if order is None else values[order]
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def write_mixture(folder: Path, layers: int, **shapes: int) -> int:
     checkpoint = open_checkpoint(folder, weights="dummy")
     (folder / "offload").mkdir(exist_ok=True)
     tiers = tiers_of(folder / "offload")
-    loader, total = _Repeated(checkpoint, tiers, PRECISION), 0
+    loader, total = _Repeated(checkpoint, tiers, PRECISION, torch.float32), 0
     try:
         for name, shape in tensor_shapes(checkpoint.config).items():
             if ".experts." in name and len(shape) == 2:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.emit import Loop, done, part_of_thread
 from flexgen_helm.kernels.trial import loops_in_use
-from flexgen_helm.quant import arithmetic, kernels
+from flexgen_helm.quant import arithmetic, kernels, packing
 from flexgen_helm.quant.arithmetic import (
     NotQuantizableError,
     decode_words,
@@ -256,9 +256,69 @@ def test_products_read_codes_for_few_tokens_only():
     assert quantized_matmul(matrix(1, 64), quantize(matrix(64, 64), along), along, 64) is None
 
 
-@pytest.mark.parametrize("name", ["dequantize_rows", "dequantize_columns", "matmul_columns"])
-def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, name):
-    module = kernels.loops()
+@given(
+    st.builds(
+        GroupFormat,
+        st.sampled_from([4, 8]),
+        st.sampled_from([8, 24, 32, 64]),
+        st.just("out"),
+        st.just("word"),
+        st.sampled_from(["range", "error"]),
+    ),
+    sizes,
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.sampled_from(["normal", "outliers", "steps", "one sign", "constant", "tiny"]),
+    st.integers(0, 99),
+    st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_packing_by_the_loop_gives_the_bytes_of_plain_torch(fmt, size, dtype, kind, seed, threads):
+    values = matrix(*size, 0.02, seed)
+    values = {
+        "normal": values,
+        "outliers": torch.where(values > 0.045, values * 300, values),
+        "steps": (values * 100).round() / 64,  # many values halfway between codes, many equal errors
+        "one sign": -values.abs() - 0.3,
+        "constant": values[:1].expand(size),
+        "tiny": values * 1e-5,
+    }[kind].to(dtype)
+    torch.set_num_threads(threads)
+    assert packing.loops() is not None
+    found = quantize(values, fmt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "loops", lambda: None)
+        assert torch.equal(found, quantize(values, fmt))
+
+
+@pytest.mark.parametrize("dtype, seed", [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_sums_in_one_order_decide_near_ties_alike(monkeypatch, dtype, seed):
+    """With sums in another order a few of these 65,536 groups get other words."""
+    values = matrix(1024, 2048, 0.02, seed).to(dtype)
+    found = quantize(values, OURS)
+    monkeypatch.setattr(packing, "loops", lambda: None)
+    assert torch.equal(found, quantize(values, OURS))
+
+
+@pytest.mark.parametrize("row", [0, 31, 32, 69])
+def test_the_packing_loop_refuses_what_plain_torch_refuses(row):
+    for bad, message in ((math.nan, "not finite"), (math.inf, "not finite"), (3700.0, "spans more than 3677")):
+        values = matrix(70, 50)
+        values[row, 49] = bad
+        with pytest.raises(NotQuantizableError, match=message):
+            quantize(values, OURS)
+
+
+@pytest.mark.parametrize(
+    "user, name",
+    [
+        (kernels, "dequantize_rows"),
+        (kernels, "dequantize_columns"),
+        (kernels, "matmul_columns"),
+        (packing, "pack_columns"),
+    ],
+)
+def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, user, name):
+    module = user.loops()
 
     @Loop
     def nothing(address):
@@ -266,10 +326,10 @@ def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, name):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, nothing)
-        kernels.loops.forget()
-        assert kernels.loops() is None and loops_in_use["dequantization"] == "it computes wrong numbers"
-    kernels.loops.forget()
-    assert kernels.loops() is module
+        user.loops.forget()
+        assert user.loops() is None and "it computes wrong numbers" in loops_in_use.values()
+    user.loops.forget()
+    assert user.loops() is module
 
 
 def test_the_numba_kernels_are_used(monkeypatch):
