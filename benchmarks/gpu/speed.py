@@ -25,6 +25,7 @@ from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.offload.matrices import MatrixLoader
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.offload.transfer_stats import RateLimit
+from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 
 _PROMPT, _OUTPUT = (8, 3) if FAKE else (512, 32)
@@ -162,7 +163,7 @@ def _repeat_weights() -> None:
 
     def tiles(self: MatrixLoader, name: str) -> Any:
         fmt = self.format_of(name)
-        if fmt is None:
+        if not isinstance(fmt, GroupFormat):
             return unpacked(self, name)
         rows, width = self._checkpoint.shapes[name]
         stripes = fmt.num_stripes(rows)

@@ -56,7 +56,7 @@ class PaperProblem(PlanningProblem):
     max_batch_tokens: int = 1 << 40
 
     @property
-    def window_tokens(self) -> int:  # type: ignore[override]
+    def window_tokens(self) -> int:
         return 0
 
     @property
