@@ -14,6 +14,7 @@ from flexgen_helm.checkpoint.folder import TOKENIZER_FILES
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
+from flexgen_helm.quant.blocks import decode
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Spaces, digits and scripts on which two copies of a tokenizer would differ.
@@ -29,7 +30,7 @@ def export_checked(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
-    """Write weights (rounded to 16 bits as we use them, saved as float32), configuration and tokenizer to `folder`.
+    """Write weights (with the values that we use, saved as float32), configuration and tokenizer to `folder`.
 
     Holds the model once in float32. Returns our tokenizer. Raises `UsageError` for another architecture than Llama, or
     without a tokenizer.
@@ -44,7 +45,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
         raise UsageError("a reference copy needs the model's tokenizer")
     folder.mkdir(parents=True, exist_ok=True)
     names = ARCHITECTURES["llama"].tensors
-    tensors = {find_source(names, name).name: checkpoint.tensor(name).to(torch.float32) for name in checkpoint.shapes}
+    tensors = {find_source(names, name).name: _values(checkpoint, name) for name in checkpoint.shapes}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = tokenizer_of(checkpoint)
     _export_tokenizer(tokenizer, source, folder)
@@ -54,6 +55,15 @@ def export(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
     config.update({"architectures": ["LlamaForCausalLM"], "dtype": "float32", **ends})
     config.save_pretrained(folder)
     return tokenizer
+
+
+def _values(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Return a tensor in float32 as it is multiplied: what rests as published is not rounded."""
+    if (fmt := checkpoint.formats.get(name)) is None:
+        return checkpoint.tensor(name).to(torch.float32)
+    rows = checkpoint.shapes[name][0]
+    values, order = decode(torch.cat([*checkpoint.packed_tiles(name)]).view(rows, -1), fmt), checkpoint.order(name)
+    return values if order is None else values[order]
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
