@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.published import FillRows, read_blocks
+from flexgen_helm.checkpoint.published import FillRows, read_blocks, read_bytes
 from flexgen_helm.checkpoint.stored_tensors import PublishedRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
@@ -117,11 +116,8 @@ class Checkpoint(ABC):
         """Read tiles to memory of their rows [count, row bytes]."""
         (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
 
-        def read_bytes(file: SourceFile, offset: int, size: int) -> torch.Tensor:
-            return torch.frombuffer(file.read(offset, size, self._title(name)), dtype=torch.uint8)
-
         def gather(start: int, out: torch.Tensor) -> None:
-            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), read_bytes)
+            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), partial(read_bytes, self._title(name)))
 
         done = 0
         for rows, fill in [(range(num_rows), gather)] if parts else self._laid_out(name):

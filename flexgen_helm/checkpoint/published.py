@@ -16,6 +16,11 @@ ReadBytes = Callable[[SourceFile, int, int], Tensor]
 FillRows = Callable[[int, Tensor], None]
 
 
+def read_bytes(title: str, file: SourceFile, offset: int, size: int) -> Tensor:
+    """Read bytes of a file; title: of the matrix, for messages."""
+    return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
+
+
 def read_blocks(parts: Sequence[PublishedRows], first: int, out: Tensor, read: ReadBytes) -> None:
     """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from `first` on; parts: all of its rows."""
     done = 0

@@ -63,7 +63,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self._find(architecture, tensors, path)
         if quantization is not None:
             require_described_values(tensors.values(), quantization)
-            self.formats, self.gathers = self._formats(), True
+            self.formats = self._formats()
+        matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
+        self.gathers = bool(self.formats) or any(len(self._stored_rows(name)[0]) > 1 for name in matrices)
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.published import read_blocks
+from flexgen_helm.checkpoint.published import read_blocks, read_bytes
 from flexgen_helm.checkpoint.quantized.config import Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, read_rows
 from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredTensor
@@ -62,15 +61,11 @@ def _published_row(tensor: LogicalTensor, row: int) -> Any:
     packed = torch.empty(len(rows), published.fmt.stripe_bytes(width), dtype=torch.uint8)
     if published.planes:
         blocks = packed.view(len(rows), -1, published.fmt.block_bytes)
-        read_blocks([PublishedRows(rows, published.planes)], 0, blocks, partial(_bytes, tensor.title))
+        read_blocks([PublishedRows(rows, published.planes)], 0, blocks, partial(read_bytes, tensor.title))
     elif published.lay_out:
         published.lay_out()(rows.start, packed)
     values = decode(packed, published.fmt)
     return (values[:, row] if published.transposed else values[0]).numpy()
-
-
-def _bytes(title: str, file: SourceFile, offset: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
 
 
 def _bits_of(tensor: LogicalTensor) -> int:
