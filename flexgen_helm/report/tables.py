@@ -17,7 +17,7 @@ import pandas as pd
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.files import count, duration, rate_text, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
-from flexgen_helm.report.choice import Choice
+from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
@@ -366,8 +366,8 @@ def _score_text(value: float) -> str:
 
 _COMPARISON_COLUMNS = [
     "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
-    "interval.high", "test.name", "test.p_value", "test.lost", "test.won", "flips.lost", "flips.won", "flips.changed",
-    "equivalence.decision", "equivalence.margin", "equivalence.p_value", "equivalence.needed",
+    "interval.high", "p_value", "flips.lost", "flips.won", "flips.changed", "equivalence.decision",
+    "equivalence.margin", "equivalence.p_value", "equivalence.needed",
 ]  # fmt: skip
 
 
@@ -376,7 +376,7 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
     records = [{"model": model.model, **asdict(one)} for model in models for one in model.comparisons]
     for record in records:
         record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
-        record |= {name: record[name] or {} for name in ("test", "flips", "equivalence")}
+        record |= {name: record[name] or {} for name in ("flips", "equivalence")}
     return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
 
 
@@ -390,14 +390,14 @@ def comparison_tables(
         rows = [
             (one.run, metrics, f"{one.instances:,}", _score_text(one.baseline), _score_text(one.value),
              _in_unit(one, one.change) + " pp" * (_unit(one) == "pp") if math.isfinite(one.change) else "",
-             _interval(one), _test(one))
+             _interval(one), _p_value(one))
             for metrics, one in found
         ]  # fmt: skip
-        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p (lost : won)"]
+        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p"]
         folders = {name: [links.get((one.run, name), "") for _, one in found] for name in (model.baseline, precision)}
         marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
         cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
-        tables.append(Table(cells, title, 2, folders, marks, optional=("p (lost : won)", "n", "95 % interval")))
+        tables.append(Table(cells, title, 2, folders, marks, optional=("p", "n", "95 % interval")))
     return tables
 
 
@@ -456,18 +456,19 @@ def verdict_tables(model: ModelComparison) -> list[Table]:
     return tables
 
 
-def choice_table(choice: Choice) -> Table:
-    """Return a row per candidate, the cheapest first."""
-    rows = [
-        {
-            "precision": one.precision,
-            "s per 1,000 tokens": "" if one.seconds_per_token is None else f"{1000 * one.seconds_per_token:.4g}",
-            "bytes per weight": f"{one.weight_bytes:.3g}",
-            "verdict": one.verdict,
-        }
-        for one in choice.candidates
-    ]
-    return Table(pd.DataFrame(rows), f"Which precision, by {choice.by}", num_keys=0)
+def summary_table(model: ModelComparison) -> Table:
+    """Return a row per precision, or model, with its verdict over all run entries and what it costs."""
+    known = costs(model)
+    rows = []
+    for name in [model.baseline, *model.verdicts]:
+        row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else "baseline"}
+        if cost := known.get(name):
+            seconds = cost.seconds_per_token
+            row["s per 1,000 tokens"] = "" if seconds is None else f"{1000 * seconds:.4g}"
+            row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
+            row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cost.cheapest)
+        rows.append(row)
+    return Table(pd.DataFrame(rows).fillna(""), "Verdicts", num_keys=1, optional=("bytes per weight",))
 
 
 def layers_table(found: Divergence) -> Table:
@@ -558,9 +559,6 @@ def _interval(comparison: Comparison) -> str:
     return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
 
 
-def _test(comparison: Comparison) -> str:
-    test = comparison.test
-    if test is None:
-        return ""
-    p_value = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.4f}"
-    return p_value if test.lost is None else f"{p_value} ({test.lost} : {test.won})"
+def _p_value(comparison: Comparison) -> str:
+    p_value = comparison.p_value
+    return "" if p_value is None else "< 0.0001" if p_value < 1e-4 else f"{p_value:.4f}"

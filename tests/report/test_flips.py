@@ -132,14 +132,16 @@ def test_perplexities_and_unknown_answers_have_no_flips_to_list(tmp_path):
     assert (lost.flips[0].baseline_answer, lost.flips[0].answer, lost.flips[0].logprob) == ("a", "", None)
 
 
-def test_the_page_lists_flips_first_escaped_and_with_links_that_lead_somewhere(tmp_path):
+def test_the_page_lists_flips_escaped_and_with_links_that_lead_somewhere(tmp_path):
     suite = tmp_path / "s"
     write_answers(
         suite, "boolq:x=#%?", {"fp16": [(1, HOSTILE, -0.1), (0, " \n", -2.0)], "4bit": [(0, "no", -1.1), (1, "", -2.0)]}
     )
     runs = read_finished_runs(suite)
     made = comparison_page(compare_runs(runs), "s").to_html(suite)
-    assert made.index("<h2>Flips</h2>") < made.index("<h2>flexgen/tiny</h2>")
+    assert (
+        made.index("<h1>") < made.index("<b>Next:") < made.index("<h2>flexgen/tiny</h2>") < made.index("<h2>Flips</h2>")
+    )
     assert "<script" not in made and html.escape("<script>alert(") in made and "{{ 7 * 7 }}" in made
     assert "<dt>expected</dt>" in made and "<dt>right</dt>" not in made, "right is no side"
     assert "only white space" in made and ">empty<" in made and "log-probability -0.10" in made
