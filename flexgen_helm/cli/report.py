@@ -83,11 +83,11 @@ def compare(
         --precision fp16,4bit
       flexgen-helm compare --suite first
     """
-    from flexgen_helm.report.comparison import compare_suite, comparison_to_json, flip_groups
+    from flexgen_helm.report.comparison import compare_suite, flip_groups
     from flexgen_helm.report.divergence import read_divergence
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite
-    from flexgen_helm.report.tables import comparisons_frame
+    from flexgen_helm.report.tables import comparison_to_json, comparisons_frame
 
     fraction = check_margin(margin)
     folder = output_path / "runs" / suite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from flexgen_helm.report.paired import PairedScores, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
     by_scenario,
-    finite,
     grouped,
     overlap_notes,
     precision_rank,
@@ -386,29 +385,6 @@ def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
         replace(model, comparisons=decided(model, model.comparisons), pooled=decided(model, model.pooled))
         for model in models
     ]
-
-
-def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
-    """Return what `compare --json` prints."""
-    content = {
-        "suite": suite,
-        "baseline": models[0].baseline,
-        "models": {
-            model.model: {
-                "baseline": model.base.at_rest,
-                "full_precision": model.base.is_full_precision,
-                "remedy": model.remedy,
-                "comparisons": [asdict(one) for one in model.comparisons],
-                "pooled": [asdict(one) for one in model.pooled],
-                "speed": model.speeds,
-                "notes": model.notes,
-                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
-                **{name: value and asdict(value) for name, value in model.extras.items()},
-            }
-            for model in models
-        },
-    }
-    return dict(finite(content))
 
 
 def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:

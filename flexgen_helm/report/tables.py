@@ -21,7 +21,7 @@ from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
-from flexgen_helm.report.scores import RunScores, grouped, precision_rank, total_speeds
+from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
@@ -378,6 +378,30 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
         record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
         record |= {name: record[name] or {} for name in ("flips", "equivalence")}
     return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
+
+
+def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
+    """Return what `compare --json` prints."""
+    content = {
+        "suite": suite,
+        "baseline": models[0].baseline,
+        "models": {
+            model.model: {
+                "baseline": model.base.at_rest,
+                "full_precision": model.base.is_full_precision,
+                "remedy": model.remedy,
+                "comparisons": [asdict(one) for one in model.comparisons],
+                "pooled": [asdict(one) for one in model.pooled],
+                "speed": model.speeds,
+                "notes": model.notes,
+                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
+                "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
+                **{name: value and asdict(value) for name, value in model.extras.items()},
+            }
+            for model in models
+        },
+    }
+    return dict(finite(content))
 
 
 def comparison_tables(

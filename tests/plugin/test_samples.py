@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import namedtuple
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from flexgen_helm.plugin.samples import LOOKS, joining_shares, largest_block, largest_sample, possible_shares
+from flexgen_helm.plugin.suite import Suite
 from flexgen_helm.report.paired import PairedScores, metric_named
 
 INSTANCES = 600
@@ -76,7 +81,7 @@ class Machine:
         part = (self.joining >= joined) & (self.joining < share)
         seconds = (self.begin_s + self.lengths[part].sum()) * np.exp(self.noise * self.draw.normal())
         self.blocks += 1
-        if self.now + seconds > self.until:
+        if joined == 0 and self.now + seconds > self.until:
             self.now = self.until
             raise TimeoutError
         self.now += seconds
@@ -102,6 +107,16 @@ def test_a_run_that_is_cut_has_unbiased_scores(until):
     assert abs(np.mean(cuts) - right.mean()) < 2 * error
 
 
+def test_a_block_that_has_begun_is_finished():
+    """Only the first one, without which there is no sample, is given up at the end of the time."""
+    asked = namedtuple("Asked", "requests instances")(range(40), ids(40))
+    suite, limits, until = Suite(None), [], time.time() + 1000
+    suite._compute = lambda part, until: limits.append(until) or 0.0
+    suite._blocks = {"a": [SimpleNamespace(responses=lambda: {0: SimpleNamespace(is_cached=False)})]}
+    suite._compute_sample({"a": asked}, until, lambda: None)
+    assert limits[0] == until and len(limits) > 2 and set(limits[1:]) == {math.inf}
+
+
 def test_what_is_finished_first_would_be_biased():
     """The guard's inverse: answers that are done by a time, with all at work at once, are the short ones."""
     lengths = np.random.default_rng(1).gamma(2.0, 0.05, INSTANCES)
@@ -117,7 +132,7 @@ def test_most_of_the_time_is_used_in_few_blocks(begin_s):
         sample = machine.sample()
         shares.append(sample.sum())
         blocks.append(machine.blocks)
-        assert machine.now <= 100.0
+        assert machine.now <= 105.0, "what has begun is finished"
     possible = (100 - begin_s) / 0.2
     # 10 s of each block are its beginning: five blocks leave half of the time.
     assert np.median(shares) > (0.4 if begin_s == 10 else 0.8) * possible and max(blocks) <= 7

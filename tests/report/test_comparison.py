@@ -13,9 +13,9 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, interval_scales, speeds_table
+from flexgen_helm.report.tables import comparison_tables, comparison_to_json, interval_scales, speeds_table
 from tests.helpers.suites import accuracies, write_run
 
 
@@ -239,7 +239,9 @@ def test_models_are_compared_as_precisions_are(tmp_path, capsys):
     assert cli.main([*command, str(tmp_path / "as-precisions")]) == 0
     by_precision = json.loads(capsys.readouterr().out)
     renamed = json.dumps(by_precision["models"]).replace('"fp16"', '"a"').replace('"4bit"', '"b"')
-    assert by_model["models"] == json.loads(renamed)
+    renamed = json.loads(renamed)
+    assert by_model["models"]["a"].pop("costs") == {} != renamed["a"].pop("costs")
+    assert by_model["models"] == renamed
     found = [json.loads(line) for line in (tmp_path / "flips.jsonl").read_text().splitlines()]
     assert {(flip["precision"], flip["direction"]) for flip in found} == {("b", "lost"), ("b", "won")}
 

@@ -14,11 +14,10 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from flexgen_helm.report.comparison import comparison_to_json
 from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, scores_page, suite_page
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
 from flexgen_helm.report.suite import read_suite, suite_to_json
-from flexgen_helm.report.tables import Table
+from flexgen_helm.report.tables import Table, comparison_to_json
 from flexgen_helm.report.throughput import padding
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
