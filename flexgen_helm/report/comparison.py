@@ -201,7 +201,7 @@ class RunPair:
         for metric in metrics:
             paired = self.paired(metric)
             for direction, where in zip(DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)):
-                found[direction] = {**dict.fromkeys(self.shared[where], metric), **found[direction]}
+                found[direction] |= {key: metric for key in self.shared[where] if key not in found[direction]}
         changed = [] if self.changed is None else self.shared[self.changed]
         found["changed"] = {key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}}
         return found
@@ -312,11 +312,9 @@ class ModelComparison:
         return list(judged.values())
 
     def is_equivalent(self, precision: str) -> bool:
-        """Whether a precision is equivalent on every run entry, or pool of them, that it was compared on."""
-        equal = {
-            one.run for one in self.judged(precision) if one.equivalence and one.equivalence.decision == "equivalent"
-        }
-        return equal == {one.run for one in self.by_scenario if one.precision == precision}
+        """Whether a precision is equivalent on every run entry, or pool of them."""
+        equal = self.verdicts[precision].equivalent if precision in self.verdicts else ()
+        return {*equal} == {one.run for one in self.by_scenario}
 
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:

@@ -52,8 +52,8 @@ _COMPARISON_LEGEND = (
     "metric. Flips are instances whose score fell : rose : stayed with another answer. Equivalent: the 90 % interval "
     "lies within the margin. Worse, better: the 95 % interval does not reach 'no change'. Verdicts and p, which is of "
     "'no change', are corrected for all that this page compares (Hochberg), so in at most 5 % of such pages one is "
-    "wrong; the intervals shown are of 95 % each. Seconds and tokens/s are of these runs, whatever instances they "
-    "share, in the memory that they had."
+    "wrong; the intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, in the "
+    "memory that they had."
 )
 _DIVERGENCE_NOTE = (
     "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
@@ -314,12 +314,10 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    speeds = tables.speeds_table(model.speeds, model.kind)
     divergence = model.extras.get("divergence")
     layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
     last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
-    first = [tables.summary_table(model)] if model.verdicts else []
-    return Section(title, [*first, *tables.verdict_tables(model), *shown, speeds, *last], notes)
+    return Section(title, [tables.summary_table(model), *tables.verdict_tables(model), *shown, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:

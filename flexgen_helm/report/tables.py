@@ -43,7 +43,7 @@ _WORKLOAD = {
     "computed": "prompt_tokens_computed",
     "output tokens": "output_tokens",
 }
-_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict")
+_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "cheapest equivalent")
 
 
 @dataclass(frozen=True)
@@ -481,18 +481,21 @@ def verdict_tables(model: ModelComparison) -> list[Table]:
 
 
 def summary_table(model: ModelComparison) -> Table:
-    """Return a row per precision, or model, with its verdict over all run entries and what it costs."""
+    """Return a row per precision, or model, with its verdict over all run entries, what it costs, and its speed."""
     known = costs(model)
     rows = []
-    for name in [model.baseline, *model.verdicts]:
-        row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else "baseline"}
+    for speed in model.speeds:
+        name = speed["precision"]
+        row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else ""}
         if cost := known.get(name):
-            seconds = cost.seconds_per_token
-            row["s per 1,000 tokens"] = "" if seconds is None else f"{1000 * seconds:.4g}"
-            row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
             row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cost.cheapest)
-        rows.append(row)
-    return Table(pd.DataFrame(rows).fillna(""), "Verdicts", num_keys=1, optional=("bytes per weight",))
+            row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
+        row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
+        rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
+    return Table(
+        pd.DataFrame(rows).fillna(""), "Verdicts and costs", num_keys=0, marks=_speed_marks(model.speeds),
+        optional=("tokens", "time", "bytes per weight"),
+    )  # fmt: skip
 
 
 def layers_table(found: Divergence) -> Table:
@@ -549,21 +552,6 @@ def _unit(comparison: Comparison) -> str:
     if comparison.kind == "ratio":
         return "×"
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
-
-
-def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
-    """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
-    rows = [
-        {
-            kind: speed["precision"],
-            "instances": whole_text(speed["instances"]),
-            "tokens": whole_text(speed["tokens"]),
-            "time": seconds_text(speed["latency_s"]),
-            "tokens/s": tokens_per_s_text(speed),
-        }
-        for speed in speeds
-    ]
-    return Table(pd.DataFrame(rows), "Speed", num_keys=0, marks=_speed_marks(speeds))
 
 
 # --- Cells ---

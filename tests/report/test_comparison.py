@@ -15,12 +15,8 @@ from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, comparison_to_json, interval_scales, speeds_table
+from flexgen_helm.report.tables import comparison_tables, comparison_to_json, interval_scales, summary_table
 from tests.helpers.suites import accuracies, write_run
-
-
-def speed_rows(model):
-    return list(speeds_table(model.speeds).cells.itertuples(index=False, name=None))
 
 
 def write_accuracies(suite, precision, right, **more):
@@ -197,7 +193,8 @@ def test_speeds_of_different_work_are_noted(tmp_path):
     (model,) = compare_suite(tmp_path)
     work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
     assert any("not of the same work" in note and work in note for note in model.notes)
-    assert [row[:2] for row in speed_rows(model)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
+    assert [speed["instances"] for speed in model.speeds] == [3, 3, 2]
+    assert list(summary_table(model).cells["tokens/s"]) == ["500"] * 3
 
 
 def test_nothing_to_compare_is_one_message(tmp_path):

@@ -60,6 +60,20 @@ def test_flips_have_both_answers_by_direction(tmp_path):
     assert (flips.lost, flips.won, flips.changed) == (2, 1, 1)
 
 
+def test_flips_of_every_metric_are_listed_once(tmp_path):
+    """A flip of F1 alone is there, with its metric; one of both metrics is that of the first."""
+    sides = {"fp16": [(1, 1.0), (1, 1.0), (0, 0.5), (1, 1.0)], "4bit": [(0, 0.0), (1, 0.8), (0, 0.6), (1, 1.0)]}
+    for precision, values in sides.items():
+        instances = {f"id{i}": {"exact_match": x, "f1_score": f} for i, (x, f) in enumerate(values)}
+        states = [request_state(key, key, precision) for key in instances]
+        scores = {name: np.mean([one[name] for one in instances.values()]) for name in ("exact_match", "f1_score")}
+        write_run(tmp_path, "qa", precision, scores, instances, states=states)
+    found = {group.direction: [(f.instance, f.metric, f.score) for f in group.flips] for group in groups(tmp_path)}
+    assert found["lost"] == [("id0", "exact_match", 0.0), ("id1", "f1_score", 0.8)]
+    assert found["won"] == [("id2", "f1_score", 0.6)] and found["changed"] == [("id3", "exact_match", 1.0)]
+    assert "f1_score 0.8)" in comparison_page(compare_suite(tmp_path), "s").to_html()
+
+
 def pieces(spelling, text):
     """A text's tokens; of characters alone, "é" is two of bytes, as HELM spells them."""
     return re.findall(spelling, text if spelling.startswith(r"\w") else text.replace("é", "bytes:\\xc3bytes:\\xa9"))

@@ -134,7 +134,10 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
     assert texts["b"] == texts["b-4bit"] == INCONCLUSIVE != texts["a-4bit"]
     assert model.remedy.endswith("--baseline b")
     assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
-    assert "precision" not in comparison_page([model], "s").to_markdown().split("### Speed")[1].splitlines()[2]
+    assert (
+        "precision"
+        not in comparison_page([model], "s").to_markdown().split("### Verdicts and costs")[1].splitlines()[2]
+    )
     assert verdicts(tmp_path, "b")[0]["a"] != INCONCLUSIVE
     assert set(verdicts(tmp_path, "b-4bit")[0].values()) >= {INCONCLUSIVE}
     assert costs(model) == {}
