@@ -210,7 +210,7 @@ def instances_needed(variance: float, margin: float, furthest: float = 1.0) -> i
     return math.ceil(variance * (_QUANTILES / margin) ** 2 + 4 * furthest / margin)
 
 
-def margin_shown(instances: int, variance: float, furthest: float = 1.0) -> float:
+def margin_shown(instances: float, variance: float, furthest: float = 1.0) -> float:
     """Return the least margin within which so many instances show equivalence: the inverse of `instances_needed`."""
     most = 2 * furthest + math.sqrt(4 * furthest**2 + instances * variance * _QUANTILES**2)
     return min(1.0, most / instances)

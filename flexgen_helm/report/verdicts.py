@@ -44,15 +44,15 @@ class Equivalence:
     margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
     p_value: of 'the difference is the margin or more'.
     needed: instances that would decide in 80 % of cases if there were no difference.
-    has_all: the data set has no more instances.
-    shown: the least margin within which so many instances show equivalence.
+    available: instances of the data set; infinite if that is not known.
+    shown: the least margin within which these, or else those that were scored, show equivalence.
     decision, text: filled by `decide`; the text is the verdict in words.
     """
 
     margin: float
     p_value: float
     needed: int
-    has_all: bool
+    available: float
     shown: float
     decision: Decision = "not decided"
     text: str = ""
@@ -105,11 +105,12 @@ class SuiteEquivalence:
     text: str
 
 
-def equivalence(paired: PairedScores, margin: float, has_all: bool, look: float = 1.0) -> Equivalence | None:
+def equivalence(paired: PairedScores, margin: float, available: float, look: float = 1.0) -> Equivalence | None:
     """Return what is known of the equivalence of paired instances, not decided yet.
 
     None for one instance, or for a metric that has no margin.
 
+    available: instances of the data set.
     look: share of the level that this test may spend; the p-value is divided by it.
     """
     if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
@@ -118,7 +119,8 @@ def equivalence(paired: PairedScores, margin: float, has_all: bool, look: float 
     p_value = min(1.0, paired.equivalence_p_value(limit) / look)
     variance, furthest = paired.loss.spread
     needed = instances_needed(variance, limit, furthest)
-    return Equivalence(margin, p_value, needed, has_all, margin_shown(len(paired.baseline), variance, furthest))
+    most = available if available < math.inf else len(paired.baseline)
+    return Equivalence(margin, p_value, needed, available, margin_shown(most, variance, furthest))
 
 
 def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comparison:
@@ -158,7 +160,7 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         verdict = one.equivalence
         if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
             continue  # more instances may decide, or not
-        if verdict.has_all:
+        if verdict.available < verdict.needed:
             exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
         else:
             more[one.run] = max(_rounded_up(verdict.needed), more.get(one.run, 0))
@@ -168,7 +170,7 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         found.append(f"run {asked}; stored answers are not computed again")
     if exhausted:
         shown = first_names([f"{run} at best {_percent(margin)}" for run, margin in exhausted.items()])
-        found.append(f"add other data, or take a larger --margin: all of the data shows in {shown}")
+        found.append(f"add other data, or take a larger --margin: all that there is shows in {shown}")
     return found
 
 

@@ -144,7 +144,7 @@ def decided(metric, changes, weights=None, margin=0.01):
 
 def judged(paired, margin=0.01, **more):
     """A comparison that is alone on its page."""
-    verdict, p_value = equivalence(paired, margin, **{"has_all": False, **more}), paired.p_value()
+    verdict, p_value = equivalence(paired, margin, **{"available": math.inf, **more}), paired.p_value()
     flips = None if paired.is_loss else Flips(paired.lost, paired.won)
     values = paired.values
     one = Comparison(
@@ -211,8 +211,8 @@ def answers(lost, won, count):
     [
         (0, 0, 28, {}, "too few questions to tell: lost 0 and won 0 of 28; 1,900 are needed",
          "run a with -m 1900; stored answers are not computed again"),
-        (0, 0, 79, {"has_all": True}, "too few questions to tell: lost 0 and won 0 of 79; 940 are needed",
-         "add other data, or take a larger --margin: all of the data shows in a at best 7 %"),
+        (0, 0, 79, {"available": 79}, "too few questions to tell: lost 0 and won 0 of 79; 940 are needed",
+         "add other data, or take a larger --margin: all that there is shows in a at best 7 %"),
         (0, 0, 500, {}, "equivalent within 1 pp", None),
         (60, 60, 5153, {}, "equivalent within 1 pp", None),
         (100, 60, 5153, {}, "worse", None),
@@ -242,9 +242,9 @@ def test_few_documents_say_nothing():
 def test_a_metric_without_a_margin_has_no_verdict():
     values = np.array([2.0, 3.0])
     rated = PairedScores(metric_named("ratings"), values, values + [0.5, 1], np.ones(2))
-    assert equivalence(rated, 0.01, False) is None and rated.p_value() is None
+    assert equivalence(rated, 0.01, math.inf) is None and rated.p_value() is None
     assert rated.interval()[0] < 0.75 < rated.interval()[1]
-    assert equivalence(PairedScores(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1)), 0.01, False) is None
+    assert equivalence(PairedScores(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1)), 0.01, math.inf) is None
 
 
 def test_corrected_p_values_are_hochbergs():
@@ -291,7 +291,7 @@ def test_json_has_flips_and_verdicts_and_keeps_its_keys(suite, tmp_path, capsys)
         "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval", "p_value"
     }  # fmt: skip
     assert (mc["flips"]["lost"], mc["flips"]["won"]) == (3, 0)
-    assert boolq["equivalence"]["has_all"]  # 40 of the 100 that were asked for
+    assert boolq["equivalence"]["available"] == 40 and mc["equivalence"]["available"] is None  # of 100 asked for
     assert mc["equivalence"]["decision"] == "not decided" and mc["equivalence"]["needed"] > 600
     assert content["models"]["tiny"]["equivalence"]["4bit"]["entries"] == ["boolq", "mc:mode=a"]
 
