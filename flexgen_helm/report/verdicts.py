@@ -148,8 +148,10 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
     units = "documents" if flips is None else "questions"
     if verdict.needed <= count:
         return f"not decided: of all {units} like these {count:,}, the difference may be {within} or more"
-    seen = f"{count:,} {units}" if flips is None else f"lost {flips.lost:,} and won {flips.won:,} of {count:,}"
-    return f"too few {units} to tell: {seen}; {_rounded_up(verdict.needed):,} are needed"
+    seen = f"lost {flips.lost:,} and won {flips.won:,}" if flips else f"changed {comparison.change:+.4g}"
+    if comparison.kind == "ratio":
+        seen = f"×{comparison.change:.4g}"
+    return f"too few {units} to tell: {seen} of {count:,}; about {_rounded_up(verdict.needed):,} can show equivalence"
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:
@@ -160,17 +162,17 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         verdict = one.equivalence
         if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
             continue  # more instances may decide, or not
-        if verdict.available < verdict.needed:
+        if verdict.available <= one.instances:
             exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
         else:
-            more[one.run] = max(_rounded_up(verdict.needed), more.get(one.run, 0))
+            more[one.run] = max(int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0))
     found = []
     if more:
         asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
         found.append(f"run {asked}; stored answers are not computed again")
     if exhausted:
-        shown = first_names([f"{run} at best {_percent(margin)}" for run, margin in exhausted.items()])
-        found.append(f"add other data, or take a larger --margin: all that there is shows in {shown}")
+        shown = first_names([f"{run} {_percent(margin)}" for run, margin in exhausted.items()])
+        found.append(f"add other data, or take a larger --margin: the least that all of it can show is of {shown}")
     return found
 
 

@@ -149,7 +149,8 @@ def judged(paired, margin=0.01, **more):
     values = paired.values
     one = Comparison(
         "a", paired.metric.numerator if not paired.is_loss else "target_perplexity", "4bit", len(paired.baseline),
-        *values, paired.metric.change, 0.0, paired.interval(), p_value, flips, verdict,
+        *values, paired.metric.change, paired.metric.change_between(*values[::-1]), paired.interval(), p_value, flips,
+        verdict,
     )  # fmt: skip
     return decide(one, verdict.p_value, 1.0 if p_value is None else p_value)
 
@@ -209,16 +210,17 @@ def answers(lost, won, count):
 @pytest.mark.parametrize(
     "lost, won, count, more, text, step",
     [
-        (0, 0, 28, {}, "too few questions to tell: lost 0 and won 0 of 28; 1,900 are needed",
+        (0, 0, 28, {}, "too few questions to tell: lost 0 and won 0 of 28; about 1,900 can show equivalence",
          "run a with -m 1900; stored answers are not computed again"),
-        (0, 0, 79, {"available": 79}, "too few questions to tell: lost 0 and won 0 of 79; 940 are needed",
-         "add other data, or take a larger --margin: all that there is shows in a at best 7 %"),
+        (0, 0, 79, {"available": 79},
+         "too few questions to tell: lost 0 and won 0 of 79; about 940 can show equivalence",
+         "add other data, or take a larger --margin: the least that all of it can show is of a 7 %"),
         (0, 0, 500, {}, "equivalent within 1 pp", None),
         (60, 60, 5153, {}, "equivalent within 1 pp", None),
         (100, 60, 5153, {}, "worse", None),
         (60, 100, 5153, {}, "better", None),
-        (5, 0, 5, {}, "too few questions to tell: lost 5 and won 0 of 5; 7,600 are needed", "run a with -m 7600; stored"
-         " answers are not computed again"),
+        (5, 0, 5, {"available": 50}, "too few questions to tell: lost 5 and won 0 of 5; about 7,600 can show equivalence",
+         "run a with -m 50; stored answers are not computed again"),
         (6, 0, 6, {}, "worse", None),
         (70, 50, 2400, {"margin": 0.015},
          "not decided: of all questions like these 2,400, the difference may be 1.5 pp or more", None),
@@ -234,7 +236,7 @@ def test_verdicts_in_words(lost, won, count, more, text, step):
 def test_few_documents_say_nothing():
     ones = np.ones(58)
     one = judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones))
-    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: 58 documents; ")
+    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: ×2.718 of 58; ")
     ones = np.ones(59)
     assert judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones)).equivalence.decision == "worse"
 
