@@ -216,7 +216,7 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
         for name, shape in tensor_shapes(read_model_config(resolved)[0]).items()
         if len(shape) == 2 and name.startswith("layers.") and (codes != "FP4" or expert_of(name))
         if not name.endswith(".router.weight") and not _is_ignored(name, quantization.ignored)
-        if (fmt := scaled_format(codes, scale, shape[1], group_size or shape[1], has_zero=has_zero)) is not None
+        if (fmt := scaled_format(codes, scale, shape[1], group_size or shape[1], has_zero=has_zero)) and fmt.has_loop
     }
     return replace(named, published=PublishedFormats(formats, True))
 
