@@ -17,7 +17,7 @@ from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.blocks import decode
+from flexgen_helm.quant.block_products import decode_into
 
 # All types of which stored tensors are decoded.
 TORCH_TYPES = {
@@ -96,7 +96,7 @@ class LogicalTensor:
         def rows(start: int, count: int, width: int = self.width) -> torch.Tensor:
             packed = torch.empty(count, fmt.stripe_bytes(width), dtype=torch.uint8)
             fill(start, packed)
-            return decode(packed, fmt)
+            return decode_into(packed, fmt, torch.empty(count, width, dtype=torch.float32))
 
         if not published.transposed:
             return rows
