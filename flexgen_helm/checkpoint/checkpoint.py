@@ -23,6 +23,7 @@ from flexgen_helm.checkpoint.published import FillRows, filler
 from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredPlane, StoredRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
+from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
@@ -134,7 +135,7 @@ class Checkpoint(ABC):
                     self._require_finite(name, decode(packed, fmt).view(-1))
                 return packed.view(-1)
 
-            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
+            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, stay_alone)
             done += len(rows)
 
     def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:

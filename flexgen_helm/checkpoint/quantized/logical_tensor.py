@@ -16,6 +16,7 @@ from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.block_products import decode_into
 
@@ -82,7 +83,7 @@ class LogicalTensor:
         if self.is_plain or (self.published is not None and self.published.transposed):
             yield from (read(*part).reshape(-1) for part in parts)
         else:
-            yield from computed_ahead(lambda part: read(*part).reshape(-1), parts, MOST_THREADS)
+            yield from computed_ahead(lambda part: read(*part).reshape(-1), parts, MOST_THREADS, stay_alone)
 
     def reader(self) -> ReadRows:
         """Read what all rows need; return what reads rows."""
