@@ -172,6 +172,20 @@ class Checkpoint(ABC):
         ]
         return in_place if len(in_place) == len(parts) and self._reordering(name) is None else ()
 
+    @property
+    def expanded(self) -> Mapping[str, tuple[int, int]]:
+        """Stored type -> bytes of quantized matrices that do not rest as published: in files, and in 16 bits."""
+        found: dict[str, tuple[int, int]] = {}
+        for name in (name for name, shape in self.shapes.items() if len(shape) == 2 and name not in self.formats):
+            parts, _ = self._stored(name)
+            elements = prod(self.shapes[name]) // max(1, len(parts))
+            for stored, _ in parts:
+                if not stored.is_plain:
+                    kind, size = stored.parts[0].dtype, sum(part.size for part in stored.parts)
+                    in_files, in_16_bits = found.get(kind, (0, 0))
+                    found[kind] = in_files + size * elements // prod(stored.shape), in_16_bits + 2 * elements
+        return found
+
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in order."""
         return None

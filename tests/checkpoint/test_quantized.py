@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,11 @@ def test_matrices_rest_as_published(plain, tmp_path, fmt):
     checkpoint = open_checkpoint(tmp_path / "model")
     if fmt in EXPANDED:
         assert not checkpoint.formats and ("act-order" in fmt or "cut" in fmt)
+        ((in_files, in_16_bits),) = checkpoint.expanded.values()
+        elements = sum(prod(checkpoint.shapes[name]) for name in checkpoint.shapes if name.startswith("layers."))
+        assert in_files < in_16_bits == 2 * (elements - 4 * 64)
         return
+    assert not checkpoint.expanded
     assert len(checkpoint.formats) == 14
     by_name, (title, in_rows) = checkpoint.formats, RESTS[fmt]
     for name, packed_format in by_name.items():

@@ -174,8 +174,8 @@ def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[
     missing = len(shape) - len(scale_shape)
     grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
     # One for each row, or for each expert; or a grid for each expert.
-    exact = grid if missing > 0 else grid[:-2]
-    fits = len(grid) == len(shape) and all(size in (1, full) for size, full in zip(exact, shape, strict=False))
+    fits = len(grid) == len(shape) and grid[:-2] in (shape[:-2], (1,) * len(shape[:-2]))
+    fits = fits and (missing <= 0 or all(size in (1, full) for size, full in zip(grid, shape)))
     block = scaling.block
     # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in 2 blocks of 16.
     if block is None or grid[-2:] != (-(-sizes[0] // block[0]), -(-sizes[1] // block[1])):
