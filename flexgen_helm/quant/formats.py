@@ -31,7 +31,7 @@ Fit = Literal["range", "error"]
 class GroupFormat(Identified, name="GroupFormat", first_version="bits group=group_size axis scales fit"):
     """Group-wise quantization of a matrix (the paper, 'Group-wise Quantization').
 
-    bits: of a code, 2 to 8.
+    bits: of a code, 4 or 8.
     group_size: values of a group, a multiple of 8.
     axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for weights).
     scales: how a group's scale and zero point are stored (`quant.arithmetic`).
@@ -48,17 +48,12 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
     fit: Fit = "range"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise UsageError(f"{self.bits} bits: quantized values take 2 to 8 bits each")
+        if self.bits not in (4, 8):
+            raise UsageError(f"{self.bits} bits: quantized values take 4 or 8 bits each")
         if self.group_size < 8 or self.group_size % 8:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether compiled loops read the codes: two or one in a byte (`quant.packing`)."""
-        return self.bits in (4, 8)
 
     @property
     def scale_bytes(self) -> int:
@@ -164,9 +159,6 @@ class BlockFormat:
     def code_bytes(self) -> int:
         """Bytes of a block's codes."""
         return self.block_values * sum(part.width for part in self.codes.parts) // 8
-
-    def num_blocks(self, width: int) -> int:
-        return width // self.block_values
 
     def takes(self, width: int) -> bool:
         """Whether rows of `width` values are whole blocks."""

@@ -203,6 +203,7 @@ RESTS = {
     "gptq-8-bits": ("U8 F16 32 zero", False),
     "gptq-version-2": ("U4 F16 32 zero", False),
     "gptq-cut-group": ("U4 F16 32 zero", False),
+    "gptq-groups-of-16": ("U4 F16 16 zero", False),
     "awq": ("U4 F16 32 zero", False),
     "awq-cut-group": ("U4 F16 32 zero", False),
     "int4-packed-symmetric": ("U4 F16 32", True),

@@ -112,7 +112,7 @@ class _Scaling:
     scale: one for all; one for each of the leading indices or rows; or a grid over the last two dimensions.
     block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
     zero_point: of the scales' shape; None if all are zero.
-    fp4: two codes are in a byte.
+    kind, shape: of the codes, where several are in a byte or word; see `scaled_format`.
     """
 
     scale: StoredTensor
@@ -120,13 +120,14 @@ class _Scaling:
     global_scale: StoredTensor | None = None
     zero_point: StoredTensor | None = None
     factor: float = 1.0
-    fp4: bool = False
+    kind: str = ""
+    shape: tuple[int, ...] = ()
 
 
 def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
     """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
     codes, scale, zero_point, divisor = group.first, scaling.scale, scaling.zero_point, scaling.global_scale
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if scaling.fp4 else codes.shape
+    shape = scaling.shape or codes.shape
     parts = tuple(part for part in (codes, scale, divisor, zero_point) if part is not None)
     require(scale, _SCALES)
     if divisor is not None:
@@ -136,36 +137,28 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
     if len(shape) < 2:
         raise CheckpointError(f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}")
     grid, (same_rows, shared) = _grid(scaling, shape, title_of(parts))
-    kind = "F8_E8M0" if scale.dtype == "U8" else scale.dtype
-    fmt = scaled_format(
-        "FP4" if scaling.fp4 else codes.dtype,
-        kind,
-        shape[-1],
-        shared,
-        has_zero=zero_point is not None,
-        is_divided=divisor is not None,
-        factor=scaling.factor,
-    )
+    (*leading, rows, width), kind = shape, "F8_E8M0" if scale.dtype == "U8" else scale.dtype
+    options = {"has_zero": zero_point is not None, "is_divided": divisor is not None}
+    fmt = scaled_format(scaling.kind or codes.dtype, kind, width, shared, factor=scaling.factor, **options)
     if fmt is None:
         raise CheckpointError(f"{title_of(parts)}: nothing here reads {codes.dtype} with a scale for {shared} values")
-    # All matrices of a stack have the same scales, or each its own.
-    at_row = {"same_rows": same_rows, "matrix_rows": shape[-2], "rows": grid[-2] if prod(grid[:-2]) > 1 else 0}
-    at_row |= {"same_blocks": max(1, shared // fmt.block_values)}
     size, scales = SCALE_BYTES[kind], max(1, fmt.block_values // shared)
-    planes = [StoredPlane(scale.file, scale.offset, grid[-1] * size, scales * size, **at_row)]
+    # All matrices of a stack have the same scales, or each its own.
+    at_row = same_rows, max(1, shared // fmt.block_values), rows, grid[-2] if prod(grid[:-2]) > 1 else 0
+    planes = [StoredPlane(scale.file, scale.offset, grid[-1] * size, scales * size, *at_row)]
     if zero_point is not None:
-        planes.append(StoredPlane(zero_point.file, zero_point.offset, grid[-1], scales, **at_row))
+        planes.append(StoredPlane(zero_point.file, zero_point.offset, grid[-1], scales, *at_row))
     if divisor is not None:
-        every = fmt.num_blocks(shape[-1])
-        planes.insert(0, StoredPlane(divisor.file, divisor.offset, 4, 4, shape[-2], every, shape[-2], 0))
-    planes.append(_code_plane(codes, fmt))
+        planes.insert(0, StoredPlane(divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0))
+    row_bytes = codes.size // max(1, prod(leading) * rows)
+    planes.append(StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes))
     return LogicalTensor(name, shape, group.dtype(scale), parts, PublishedTensor(fmt, tuple(planes)))
 
 
-def _code_plane(codes: StoredTensor, fmt: BlockFormat) -> StoredPlane:
-    """Return where rows of codes are; codes [..., bytes or words of a row]."""
-    row_bytes = codes.size // max(1, prod(codes.shape[:-1]))
-    return StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes)
+def _fp4(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
+    """Return the tensor whose codes are two of E2M1 in each byte of the last dimension."""
+    shape = *group.first.shape[:-1], 2 * prod(group.first.shape[-1:])
+    return _scaled(group, name, replace(scaling, kind="FP4", shape=shape))
 
 
 def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -196,11 +189,11 @@ def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
         raise CheckpointError(
             f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of {list(scales.shape)}"
         )
-    *leading, groups, num_bytes = blocks.shape
-    flat = replace(group, first=replace(blocks, shape=(*leading, groups * num_bytes)))
-    stored = _scaled(flat, stem, _Scaling(scales, fp4=True))
+    *leading, outputs, groups, num_bytes = blocks.shape
+    stored = _scaled(
+        group, stem, _Scaling(scales, kind="FP4", shape=(*leading, outputs, inputs := 2 * groups * num_bytes))
+    )
     assert stored.published is not None
-    *leading, outputs, inputs = stored.shape
     return replace(stored, shape=(*leading, inputs, outputs), published=replace(stored.published, transposed=True))
 
 
@@ -211,7 +204,9 @@ def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
         return None
     stem = codes.name.removesuffix(".weight")
     scale = group.part(f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight")
-    return _scaled(group, codes.name, _Scaling(scale, group.quantization.block, fp4=codes.dtype == "I8"))
+    if codes.dtype == "I8":
+        return _fp4(group, codes.name, _Scaling(scale, group.quantization.block))
+    return _scaled(group, codes.name, _Scaling(scale, group.quantization.block))
 
 
 # ---- integers of 2, 3, 4, or 8 bits in words of 32, with scales and zero points for groups of inputs ----
@@ -222,25 +217,17 @@ _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _Parts = tuple[ReadRows, torch.Tensor, torch.Tensor]
 
 
-def _unpack(
-    words: torch.Tensor, start: int, count: int, bits: int, shifts: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Return `count` integers from number `start` on of the bit streams along the first dimension: int32.
+def _unpack(words: torch.Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits, columns].
 
     shifts: where the integers of a word begin; None for one after the other.
     """
-    mask, ones = (1 << bits) - 1, [1] * (words.ndim - 1)
-    if 32 % bits == 0:
-        per_word = 32 // bits
-        first, skipped = start // per_word, start % per_word
-        by_word = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32).view(-1, *ones)
-        needed = words[first : -(-(start + count) // per_word)]
-        return ((needed.unsqueeze(1) >> by_word) & mask).flatten(0, 1)[skipped : skipped + count]
-    begin = torch.arange(start, start + count) * bits
-    wide = words.to(torch.int64) & 0xFFFFFFFF
-    word, shift = begin // 32, (begin % 32).view(-1, *ones)
-    following = wide[(word + 1).clamp(max=len(wide) - 1)]
-    return (((wide[word] | following << 32) >> shift) & mask).to(torch.int32)
+    if 32 % bits:
+        stream = (words.unsqueeze(1) >> torch.arange(32)[:, None] & 1).flatten(0, 1)
+        integers = stream[: len(stream) // bits * bits].unflatten(0, (-1, bits)) << torch.arange(bits)[:, None]
+        return integers.sum(1, dtype=torch.int32)
+    begin = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32)
+    return (words.unsqueeze(1) >> begin[:, None] & (1 << bits) - 1).flatten(0, 1)
 
 
 def _group_size(group: QuantizedGroup, inputs: int, scale: StoredTensor, num_groups: int) -> int:
@@ -267,7 +254,7 @@ def _grouped(
 
     parts: codes, scales, and others. A g_idx [in] among them has the group of each input.
     """
-    scale, (outputs, inputs), quantization = parts[1], shape, group.quantization
+    scale, inputs, quantization = parts[1], shape[1], group.quantization
     in_rows = parts[0].name.endswith("_packed")
     has_zeros = any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
     num_groups = scale.shape[in_rows]
@@ -286,13 +273,9 @@ def _grouped(
     fmt = scaled_format(kind, scale.dtype, inputs, size, has_zero=has_zeros) if torch.equal(index, in_order) else None
     if fmt is None:
         return replace(tensor, read=lambda: _indexed(index, bits, parts, read()))
-    if not in_rows or has_zeros:
-        return replace(tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read())))
-    scale_bytes, same_rows = SCALE_BYTES[scale.dtype], outputs if scale.shape[0] == 1 else 1
-    scales = StoredPlane(
-        scale.file, scale.offset, num_groups * scale_bytes, scale_bytes, same_rows, size // fmt.block_values, outputs, 0
-    )
-    return replace(tensor, published=PublishedTensor(fmt, (scales, _code_plane(parts[0], fmt))))
+    if in_rows and not has_zeros:
+        return replace(_scaled(group, name, _Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts)
+    return replace(tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read())))
 
 
 def _indexed(index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts) -> ReadRows:
@@ -307,7 +290,7 @@ def _indexed(index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], p
         )
 
     def rows(start: int, count: int) -> torch.Tensor:
-        codes, of_rows = _unpack(words(start, count).t(), 0, inputs, bits).t(), slice(start, start + count)
+        codes, of_rows = _unpack(words(start, count).t(), bits)[:inputs].t(), slice(start, start + count)
         return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
 
     return rows
@@ -319,13 +302,15 @@ def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
 
     def fill(start: int, out: torch.Tensor) -> None:
         blocks, of_rows = out.view(len(out), -1, fmt.block_bytes), slice(start, start + len(out))
-        of_block = torch.arange(blocks.shape[1]) * fmt.block_values // size
-        code_bytes, scale_bytes = fmt.code_bytes, scales.itemsize
-        codes = words(start, len(out)).contiguous().view(torch.uint8)[:, : code_bytes * blocks.shape[1]]
-        blocks[..., :scale_bytes] = scales[of_rows][:, of_block].unsqueeze(2).view(torch.uint8)
+        count, per_block = blocks.shape[1], fmt.scales[0].count
+        group = torch.arange(count * per_block) * (fmt.block_values // per_block) // size
+        factors = scales[of_rows][:, group].view(torch.uint8).unflatten(1, (count, -1))
+        at = factors.shape[2]
+        blocks[..., :at] = factors
         if fmt.zeros:
-            blocks[..., scale_bytes] = zeros[of_rows][:, of_block]
-        blocks[..., -code_bytes:] = codes.unflatten(1, (-1, code_bytes))
+            blocks[..., at : at + per_block] = zeros[of_rows][:, group].unflatten(1, (count, -1))
+        codes = words(start, len(out)).contiguous().view(torch.uint8)[:, : fmt.code_bytes * count]
+        blocks[..., -fmt.code_bytes :] = codes.unflatten(1, (count, -1))
 
     return fill
 
@@ -367,7 +352,7 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     offset, mask = group.quantization.zero_offset, (1 << bits) - 1
 
     def read() -> _Parts:
-        words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), 0, outputs, bits)
+        words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), bits)
         if group.quantization.symmetric:  # fixes the zero point, whichever version of the format stored it
             half = 1 << (bits - 1)
             if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
@@ -399,10 +384,11 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
         columns, zeros = read_all(qweight).t(), read_all(qzeros).t()
 
         def rows(start: int, count: int) -> torch.Tensor:
-            codes = _unpack(columns, start, count, 4, _AWQ_SHIFTS).to(torch.uint8)
+            needed, skipped = columns[start // 8 : -(-(start + count) // 8)], start % 8
+            codes = _unpack(needed, 4, _AWQ_SHIFTS)[skipped : skipped + count].to(torch.uint8)
             return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(count, -1)
 
-        return rows, _unpack(zeros, 0, words * 8, 4, _AWQ_SHIFTS), read_all(scales).t()
+        return rows, _unpack(zeros, 4, _AWQ_SHIFTS), read_all(scales).t()
 
     return _grouped(group, (words * 8, inputs), 4, parts, read)
 
@@ -438,7 +424,7 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
         elif zero_point.dtype == "I8":
             zeros = read_all(zero_point).int() + offset
         else:
-            zeros = _unpack(read_all(zero_point), 0, outputs, bits)
+            zeros = _unpack(read_all(zero_point), bits)[:outputs]
         return partial(read_rows, packed, width=packed.shape[1]), zeros, read_all(scale).expand(outputs, -1)
 
     return _grouped(group, (outputs, inputs), bits, parts, read)
@@ -453,7 +439,7 @@ def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
         if first.dtype != "U8":
             return _packed(group, stem, scale)
         global_scale = group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
-        return _scaled(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale, fp4=True))
+        return _fp4(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale))
     if first.dtype not in (*_FP8, "I8") or not first.name.endswith("weight"):
         return None
     scale, zero_point = group.part(f"{first.name}_scale"), group.zero_point(first.name)
@@ -511,15 +497,15 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         require(stored, ("F32",), (size,))
     kind = "NF4" if state.name.endswith("nf4") else "FP4 of bitsandbytes"
     fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
-    if fmt is None:
-        raise CheckpointError(f"{codes.title} has rows of {inputs} values, an odd number")
+    if fmt is None or fmt.scales[0].count > 1:
+        raise CheckpointError(
+            f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here reads"
+        )
     tensor = LogicalTensor(name, (outputs, inputs), dtype, (codes, absmax, table, state, *nested))
     if not nested and inputs % block == 0:
         scales = StoredPlane(absmax.file, absmax.offset, inputs // block * 4, 4, same_blocks=block // fmt.block_values)
-        return replace(
-            tensor,
-            published=PublishedTensor(fmt, (scales, _code_plane(replace(codes, shape=(outputs, inputs // 2)), fmt))),
-        )
+        code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
+        return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
 
     def lay_out() -> FillRows:
         scales = read_all(absmax)
