@@ -12,7 +12,6 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.batch import batch
-from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
@@ -97,4 +96,3 @@ _add("Without HELM", with_engine_flags(divergence))
 _add("Without HELM", with_engine_flags(batch))
 _add("This installation", doctor)
 _add("This installation", clean)
-_add("This installation", with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

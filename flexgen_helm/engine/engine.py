@@ -36,6 +36,7 @@ from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_r
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
+from flexgen_helm.files import size as size_text
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -134,6 +135,9 @@ class Engine:
             report(
                 Message(f"matrices of {self.name} are rounded to {to}: {shares}; transformers in float32 keeps them")
             )
+        if (expanded := checkpoint.expanded) and model.precision.weights is None:
+            costs = (f"{size_text(now)} of {kind} take {size_text(more)}" for kind, (now, more) in expanded.items())
+            report(Message(f"matrices of {self.name} do not rest as published, but in 16 bits: {', '.join(costs)}"))
         if checkpoint.formats and model.precision.weights is not None:
             report(Message(f"weights of {self.name} are quantized; {self.precision} rounds them again, fp16 does not"))
         self.identity = EngineIdentity(
