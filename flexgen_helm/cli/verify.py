@@ -60,7 +60,7 @@ TRANSFORMERS_TOLERANCE = 1e-3
 _KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
 # Sentences that are shown on scores.
-_SHOWN = 10
+_SHOWN = 5
 
 
 def verify(
@@ -358,7 +358,7 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_b
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
-        of = " of a sum" if any(answer["has_sums"] for answer in alike) else ""
+        of = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
         way = f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")

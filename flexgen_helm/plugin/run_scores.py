@@ -27,6 +27,7 @@ from helm.common.general import asdict_without_nones
 from helm.common.optional_dependencies import OptionalDependencyNotInstalled
 from helm.common.request import Request
 
+from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_request
@@ -78,18 +79,19 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     """
     assert run.folder is not None
     found, content = ScoreCheck(), json.loads((run.folder / STATE_FILE).read_bytes())
-    _register()
-    before = set_context(_OneModel(model))
-    try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what HELM says was said by the run
+    before = get_context()
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # the run has said what HELM says
+        _register()
+        set_context(_OneModel(model))
+        try:
             spec = _run_spec(run, content["adapter_spec"], found)
             if spec is not None and not found.differences:
                 runner = _runner(run.folder.parent)
                 _compare_requests(run, spec, runner, content["request_states"], found)
                 if not found.differences:
                     _compare_statistics(run, spec, runner, found)
-    finally:
-        set_context(before)
+        finally:
+            set_context(before)
     return found
 
 
@@ -158,6 +160,15 @@ def _compare_requests(
 ) -> None:
     """Compare questions, references and prompts with those that HELM makes, or their digest with the record's."""
     lines = [json.dumps({k: v for k, v in state.items() if k not in ANSWER}, sort_keys=True) for state in states]
+    failed = 0
+    for state in states:
+        result = state["result"]
+        if not result["success"]:  # HELM counts it as an empty answer
+            failed += 1
+            if not result.get("error") or [one["text"] for one in result["completions"]] != [""]:
+                found.differences.append(f"{run.name}, {state_name(state)} is marked as failed, and has an answer")
+    if failed:
+        found.unchecked.append(f"{count(failed, 'answer')} of {run.name} that failed, and count as empty")
     try:
         made = _made_again(run, spec, runner)
     except Exception as error:  # of any scenario whose data is not here
@@ -213,6 +224,8 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
         else:
             made.aggregated_stats.extend(result.aggregated_stats)
             made.per_instance_stats.extend(result.per_instance_stats)
+    if found.differences:
+        return
     whole = {"stats": [*map(asdict_without_nones, remove_stats_nans(made.aggregated_stats))]}
     parts = map(asdict_without_nones, remove_per_instance_stats_nans(made.per_instance_stats))
     for file, rows in ("stats.json", [whole]), (LAST_FILE, [*parts]):
@@ -237,13 +250,17 @@ def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
     return ScenarioState(spec.adapter_spec, states, spec.annotators)
 
 
+def _texts(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [text for text in value.values() if isinstance(text, str)]
+
+
 def _by_name(rows: Iterable[State]) -> dict[str, State]:
     """Return the numbers of statistics by what they are of."""
     found: dict[str, State] = {}
     for row in rows:
         of = {key: value for key, value in row.items() if key not in ("stats", "perturbation")}
         for stat in row["stats"]:
-            name = " ".join(value if isinstance(value, str) else json.dumps(value) for value in stat["name"].values())
+            name = " ".join(" ".join(_texts(value)) for value in stat["name"].values())
             name += "".join(f", {key} {value}" for key, value in of.items())
             while name in found:  # two metrics of one run
                 name += " again"

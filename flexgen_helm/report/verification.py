@@ -135,7 +135,14 @@ def draw(
         raise UsageError("there is no answer of a flexgen model to check; make the run to its end first")
     numbers = drawn_numbers(seed, len(answers), sample_size(sample, len(answers)))
     drawn = [(answers[number][0], answers[number][1]._replace(number=number)) for number in numbers]
-    return [*map(_source, recorded)], drawn, len(answers)
+    sources = [*map(_source, recorded)]
+    # A run whose answers were all stored says nothing of the machine; its fingerprint is that of a run that does.
+    known = {source.fingerprint: (source.hardware, source.batch_invariant) for source in sources if source.hardware}
+    for index, source in enumerate(sources):
+        if source.hardware is None and source.fingerprint in known:
+            hardware, bits = known[source.fingerprint]
+            sources[index] = replace(source, hardware=hardware, batch_invariant=bits)
+    return sources, drawn, len(answers)
 
 
 def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
@@ -178,11 +185,13 @@ def compare(
 
 
 def disagreements(name: str, recorded: Any, made: Any, tolerance: float = 0.0) -> list[str]:
-    """Return a sentence for each part in which what is recorded is not what was made again."""
-    return [
-        f"{name}: {where} is {short(old)} in the file, and {short(new)} as it is made again"
-        for where, old, new in compare(recorded, made, tolerance, has_sums=True)[0]
-    ]
+    """Return a sentence on a part in which what is recorded is not what was made again, if there is one."""
+    found = compare(recorded, made, tolerance, has_sums=True)[0]
+    # Of statistics the mean is the score.
+    for where, old, new in sorted(found, key=lambda part: not part[0].endswith(".mean"))[:1]:
+        more = f" ({len(found) - 1:,} more values differ)" if len(found) > 1 else ""
+        return [f"{name}: {where} is {short(old)} in the file, and {short(new)} made again{more}"]
+    return []
 
 
 def one_line(value: object) -> str:
