@@ -107,27 +107,18 @@ def verify(
 
     check_engine_flags(engine)
     path = Path(suite)
-    manifest, left = None, list[str]()
-    if not path.is_file():
-        from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
-
-        recorded, left = recorded_runs(output_path / "runs" / suite)
-    elif requests is not None:
-        recorded = [recorded_lines(path, requests)]
-    elif path.suffix == ".json":
-        require_lm_eval()
-        from flexgen_helm.harnesses.lm_eval import recorded_answers
-
-        recorded = [recorded_answers(path)]
-    else:
-        if bundle is not None:
-            raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
-        manifest, answers = read_bundle(path)
-        recorded = _of_bundle(path, manifest, answers)
+    recorded, manifest, left = _read(path, output_path, requests)
+    if manifest is not None and bundle is not None:
+        raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
     sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
     is_bundle = manifest is not None
     manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
-    models = [_find_model(source, model, engine, is_bundle) for source in sources]
+    try:
+        models = [_find_model(source, model, engine, is_bundle) for source in sources]
+    except UsageError as error:
+        if not is_bundle or model is not None:
+            raise
+        raise FlexgenError(f"the bundle is not confirmed: {error}") from None
     scores = _check_scores(recorded, models, left)
     answered = []
     for pair in _check(manifest.sources, models, drawn, reference is not None):
@@ -159,6 +150,26 @@ def verify(
         raise typer.Exit(1)
     if bundle is not None:
         write_bundle(bundle, manifest, bundled)
+
+
+def _read(
+    path: Path, output_path: Path, requests: Path | None
+) -> tuple[list[Recorded], Manifest | None, Sequence[str]]:
+    """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that are left out."""
+    if not path.is_file():
+        from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
+
+        recorded, left = recorded_runs(output_path / "runs" / path)
+        return recorded, None, left
+    if requests is not None:
+        return [recorded_lines(path, requests)], None, ()
+    if path.suffix == ".json":
+        require_lm_eval()
+        from flexgen_helm.harnesses.lm_eval import recorded_answers
+
+        return [recorded_answers(path)], None, ()
+    manifest, answers = read_bundle(path)
+    return _of_bundle(path, manifest, answers), manifest, ()
 
 
 def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer]) -> list[Recorded]:

@@ -259,7 +259,7 @@ def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[BundledAnswer])
     if len(content) > _LIMIT:
         raise FlexgenError(f"{path} would have {size(len(content))}, and a bundle has {size(_LIMIT)} at most")
     with naming(path):
-        path.write_bytes(zstandard.compress(content))
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
 
 
 def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
@@ -269,8 +269,8 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
     """
     import zstandard
 
+    packed = path.read_bytes()
     try:
-        packed = path.read_bytes()
         if not 0 < zstandard.frame_content_size(packed) <= _LIMIT:
             raise ValueError(f"it says nothing of its size, or has more than {size(_LIMIT)}")
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -289,13 +289,14 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
             is_known = 0 <= answer.source < len(manifest.sources)
             if not is_known or not 0 < len(answer.requests) == len(answer.results):
                 raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
+        if not manifest.suite.isprintable():
+            raise ValueError(f"no suite is named {short(manifest.suite)}")
         if [answer.number for answer in drawn] != drawn_numbers(manifest.seed, manifest.population, len(drawn)):
             raise ValueError(
                 f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of {manifest.population:,}"
             )
         return manifest, drawn
-    except (OSError, ValueError, RequestError, zstandard.ZstdError) as error:
-        raise FlexgenError(
-            f"{path} is no bundle as verify writes it: {one_line(error)}; answers of flexgen-helm batch "
-            "need --requests, and of lm-eval the file is results_….json"
-        ) from None
+    except (ValueError, RequestError, zstandard.ZstdError) as error:
+        hint = "; answers of flexgen-helm batch need --requests, and of lm-eval the file is results_….json"
+        hint = "" if packed.startswith(zstandard.FRAME_HEADER) else hint
+        raise FlexgenError(f"{path} is no bundle as verify writes it: {one_line(error)}{hint}") from None
