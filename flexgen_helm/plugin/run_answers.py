@@ -29,11 +29,12 @@ from flexgen_helm.plugin.convert import (
     to_request,
     to_request_result,
 )
-from flexgen_helm.plugin.helm_patches import FIRST_FILE
+from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE
 from flexgen_helm.plugin.run_scores import check_scores, state_name
+from flexgen_helm.plugin.usage import RUN_FILE
 from flexgen_helm.report.answers import STATE_FILE, read_states
-from flexgen_helm.report.scores import RunScores, read_scores, require_suite
-from flexgen_helm.report.verification import Recorded, RecordedAnswer, one_line
+from flexgen_helm.report.scores import RunScores, read_finished_runs
+from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
@@ -115,19 +116,12 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
 
     Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
     """
-    require_suite(suite, "run one first, or name another folder with -o")
-    recorded, left = [], []
-    for folder in sorted(path for path in suite.iterdir() if (path / FIRST_FILE).is_file()):
-        try:
-            run = read_scores(folder)
-        except FileNotFoundError:
-            left.append(folder.name)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise FlexgenError(f"a file in {folder} is damaged ({one_line(error)}); make the run again") from None
-        else:
-            recorded += [_recorded(run)] if run.run else []
-            left += [] if run.run else [folder.name]
-    return recorded, left
+    runs = read_finished_runs(suite)
+    left = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
+    for folder in sorted(left):
+        if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
+            raise FlexgenError(f"a file in {folder} is damaged; make the run again with flexgen-helm run")
+    return [*map(_recorded, runs)], sorted(folder.name for folder in left)
 
 
 def _recorded(run: RunScores) -> Recorded:

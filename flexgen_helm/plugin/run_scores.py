@@ -61,17 +61,6 @@ class _NoService(MetricService):
     check_nudity = compute_clip_score = upload = get_toxicity_scores = make_critique_request = _refuse
 
 
-class _OneModel(PluginContext):
-    """Of a run whose model is known: names have digests of settings that only its call knew."""
-
-    def __init__(self, model: ModelArguments) -> None:
-        super().__init__(models=get_context().models)
-        self._model = model
-
-    def find_model(self, *_: Any) -> ModelArguments:
-        return self._model
-
-
 def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     """Compare the requests of a run with those that HELM makes, and its statistics with those of its answers.
 
@@ -79,10 +68,12 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     """
     assert run.folder is not None
     found, content = ScoreCheck(), json.loads((run.folder / STATE_FILE).read_bytes())
-    before = get_context()
+    before, context = get_context(), PluginContext(models=get_context().models)
+    # Whatever its name: digests in names are of settings that only the run's call knew.
+    context.find_model = lambda *_: model  # type: ignore[method-assign]
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # the run has said what HELM says
         _register()
-        set_context(_OneModel(model))
+        set_context(context)
         try:
             spec = _run_spec(run, content["adapter_spec"], found)
             if spec is not None and not found.differences:
@@ -134,22 +125,22 @@ def _run_spec(run: RunScores, adapter: State, found: ScoreCheck) -> RunSpec | No
     numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
     try:
         specs = helm_run.run_entries_to_run_specs([RunEntry(described, 1, None)], *numbers)
-        made = next(spec for spec in specs if spec.name == name)
     except Exception as error:  # of any run spec function
         found.not_checked(f"questions and scores of {run.name}", error)
         return None
+    made = next((spec for spec in specs if spec.name == name), None)
+    if made is None:
+        found.differences.append(f"{run.name}: HELM makes no run of that name of its entry")
+        return None
     here = json.loads(json.dumps(asdict_without_nones(made)))
     here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
-    file = f"{run.name}, {FIRST_FILE}"
-    differing = disagreements(file, theirs, here["adapter_spec"])
-    if differing and not entry:  # a run's name lacks some of what its entry says of prompts
-        found.not_checked(f"whether HELM asks {run.name} so", differing[0])
-        made = replace(made, adapter_spec=from_json(json.dumps(theirs), type(made.adapter_spec)))
-        differing = []
-    found.differences += differing + disagreements(f"{run.name}, {STATE_FILE}", adapter, theirs)
+    differing = disagreements(f"{run.name}, {STATE_FILE}", adapter, theirs)
     for key in _SPEC:
-        if key != "adapter_spec":
-            found.differences += disagreements(file, {key: recorded.get(key)}, {key: here.get(key)})
+        differing += disagreements(f"{run.name}, {FIRST_FILE}", {key: recorded.get(key)}, {key: here.get(key)})
+    if differing and not entry:  # a run's name lacks some of what its entry says
+        found.not_checked(f"questions and scores of {run.name}", differing[0])
+        return None
+    found.differences += differing
     if made.annotators:
         found.not_checked(f"judgements of answers in {run.name}", "another model made them")
     return made

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
-from flexgen_helm.errors import Interrupted
+from flexgen_helm.errors import FlexgenError, Interrupted
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
