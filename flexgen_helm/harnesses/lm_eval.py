@@ -515,12 +515,11 @@ def _check(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str
         found.differences += disagreements(name, old, made["results"].get(name), _SCORE_TOLERANCE)
     for task, of_task in lines.items():
         for line in made["samples"][task]:
-            arguments = [{f"arg_{n}": value for n, value in enumerate(one)} for one in line["arguments"]]
-            line["arguments"] = {f"gen_args_{n}": one for n, one in enumerate(arguments)}
             line |= {"target": str(line["target"]), "filtered_resps": sanitize_list(line["filtered_resps"])}
+        of_file = [{**line, "arguments": _requests(line)[0]} for line in of_task]
         old, new = (
             {f"document {line['doc_id']}, filter {line['filter']}": {**line, "resps": ()} for line in some}
-            for some in (of_task, made["samples"][task])
+            for some in (of_file, made["samples"][task])
         )
         for name in {**new, **old}:
             found.differences += disagreements(f"{task}, {name}", old.get(name), new.get(name), _SCORE_TOLERANCE)

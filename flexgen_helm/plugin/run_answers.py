@@ -81,19 +81,22 @@ def _stored_results(
     if not path.exists():
         return {}
     found = {}
+    requests = [to_request(state["request"], _kind(run)) for state in states]
+    converted = [to_helm_request(request, model, models) for request in requests]
     with closing(ResponseCache(path)) as cache:
-        # HELM's file does not say the class of a request, which decides how its prompt was sent.
-        for kind in (PlainTextRequest, Request):
-            requests = {n: to_request(state["request"], kind) for n, state in enumerate(states) if n not in found}
-            converted = {n: to_helm_request(request, model, models) for n, request in requests.items()}
-            results = cache.get_many([helm_request.key for helm_request in converted.values()])
-            for index, helm_request in converted.items():
-                if (result := results.get(helm_request.key)) is not None:
-                    shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
-                    in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
-                    if in_file == [(output.text, output.logprob) for output in shown.completions]:
-                        found[index] = helm_request, result
+        results = cache.get_many([helm_request.key for helm_request in converted])
+    for index, helm_request in enumerate(converted):
+        if (result := results.get(helm_request.key)) is not None:
+            shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
+            in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
+            if in_file == [(output.text, output.logprob) for output in shown.completions]:
+                found[index] = helm_request, result
     return found
+
+
+def _kind(run: RunScores) -> type[Request]:
+    """Return the class of a run's requests: they go through the template, or the record says nothing of one."""
+    return PlainTextRequest if run.run.get("chat_template") is None else Request
 
 
 def _scored_tokens(
@@ -127,12 +130,10 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
 def _recorded(run: RunScores) -> Recorded:
     assert run.folder is not None
     path, models = run.folder / STATE_FILE, get_context().models
-    # Prompts of a run go through the template, or the record says nothing of one.
-    kind = PlainTextRequest if run.run.get("chat_template") is None else Request
 
     def recorded(state: Mapping[str, Any]) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            request = to_request(state["request"], kind)
+            request = to_request(state["request"], _kind(run))
             asked = to_helm_request(request, model, models)
             result = service.respond(model, asked).result
             found = to_request_result(request, asked, result, True, models.encoder(model))

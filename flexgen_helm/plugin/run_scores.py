@@ -36,7 +36,7 @@ from flexgen_helm.plugin.samples import joining_shares
 from flexgen_helm.plugin.usage import ANSWER, RUN_FILE, asked, digest
 from flexgen_helm.report.answers import STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
-from flexgen_helm.report.verification import ScoreCheck, disagreements, one_line
+from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
 
 # What of a run spec decides a score; its name and groups say where HELM shows it.
@@ -75,7 +75,7 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
         _register()
         set_context(context)
         try:
-            spec = _run_spec(run, content["adapter_spec"], found)
+            spec = _run_spec(run, found)
             if spec is not None and not found.differences:
                 runner = _runner(run.folder.parent)
                 _compare_requests(run, spec, runner, content["request_states"], found)
@@ -116,7 +116,7 @@ def _runner(suite: Path) -> Runner:
     return Runner(spec, output, suite.name, False, False, False, False, True)
 
 
-def _run_spec(run: RunScores, adapter: State, found: ScoreCheck) -> RunSpec | None:
+def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
     """Return what HELM makes of the run's entry; None if that is nothing."""
     assert run.folder is not None
     recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
@@ -134,9 +134,8 @@ def _run_spec(run: RunScores, adapter: State, found: ScoreCheck) -> RunSpec | No
         return None
     here = json.loads(json.dumps(asdict_without_nones(made)))
     here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
-    differing = disagreements(f"{run.name}, {STATE_FILE}", adapter, theirs)
-    for key in _SPEC:
-        differing += disagreements(f"{run.name}, {FIRST_FILE}", {key: recorded.get(key)}, {key: here.get(key)})
+    parts = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, here))
+    differing = disagreements(f"{run.name}, {FIRST_FILE}", *parts)
     if differing and not entry:  # a run's name lacks some of what its entry says
         found.not_checked(f"questions and scores of {run.name}", differing[0])
         return None
@@ -241,20 +240,13 @@ def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
     return ScenarioState(spec.adapter_spec, states, spec.annotators)
 
 
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [text for text in value.values() if isinstance(text, str)]
-
-
 def _by_name(rows: Iterable[State]) -> dict[str, State]:
     """Return the numbers of statistics by what they are of."""
-    found: dict[str, State] = {}
+    found = {}
     for row in rows:
-        of = {key: value for key, value in row.items() if key not in ("stats", "perturbation")}
+        of = "".join(f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation"))
         for stat in row["stats"]:
-            name = " ".join(" ".join(_texts(value)) for value in stat["name"].values())
-            name += "".join(f", {key} {value}" for key, value in of.items())
-            while name in found:  # two metrics of one run
-                name += " again"
+            name = " ".join(str(value) for _, value in leaves(stat["name"])) + of
             if not name.startswith(_MEASURED):
                 found[name] = {key: value for key, value in stat.items() if key != "name"}
     return found

@@ -171,7 +171,7 @@ def compare(
     has_sums: differences are parts of the recorded number where that is above 1.
     """
     differences, largest = [], 0.0
-    before, after = dict(_leaves(recorded)), dict(_leaves(computed))
+    before, after = dict(leaves(recorded)), dict(leaves(computed))
     for where in before | after:
         old, new, difference = before.get(where), after.get(where), math.nan
         if old == new:
@@ -205,14 +205,14 @@ def short(value: object) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield where in a value of JSON something is that has no parts, and what; an empty list is such."""
     if isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
-            yield from _leaves(part, f"{where}[{index}]")
+            yield from leaves(part, f"{where}[{index}]")
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _leaves(part, f"{where}.{key}")
+            yield from leaves(part, f"{where}.{key}")
     else:
         yield where, value
 

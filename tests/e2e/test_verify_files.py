@@ -244,7 +244,7 @@ FORGERIES = [
     (SUMS, _put("filtered_resps", ["7"]), "document 3, filter number: filtered_resps[0] is '7' in the file"),
     (SUMS, _put("target", "7"), "document 3, filter number: target is '7' in the file"),
     (SUMS, _put("doc", "a", 77), "document 3, filter number: doc.a is 77 in the file"),
-    (CHOICES, _put("arguments", "gen_args_0", "arg_0", "A"), "filter none: arguments.gen_args_0.arg_0 is 'A' in"),
+    (CHOICES, _put("arguments", "gen_args_0", "arg_0", "A"), "filter none: arguments[0][0] is 'A' in"),
     (CHOICES, _put("doc_id", 2), "1 answers are there more than once: 'choices, document 2'"),
     (LAST_WORD, _put("doc_id", 99), "last_word, document 3 has no answer"),
     (None, _put("results", SUMS, "exact_match,number", 1.0), "sums: exact_match,number is 1.0 in the file, and 0.0"),
