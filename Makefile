@@ -138,7 +138,7 @@ dist: model
 	cd build/dist && env/bin/flexgen-helm quickstart -m 5
 
 bench: model
-	$(BIN)/flexgen-helm bench clients -o clients.json
+	$(BIN)/python -m benchmarks.clients -o clients.json
 
 # Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it lays
 # the package out as it is installed. PYTHONSAFEPATH: `-m` would put the checkout first, whose package has no benchmarks.

@@ -1,4 +1,4 @@
-"""`bench ablation`: what each technique contributes, on a simulated GPU scaled like the paper's machine.
+"""What each technique contributes, on a simulated GPU scaled like the paper's machine: `python -m benchmarks.ablation`.
 
 The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B takes 60 GB, and the GPU's products run
 at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of host memory acts as the GPU. Proportions
@@ -15,14 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags, tokens_per_s
+from flexgen_helm.benchmarks.common import report, script, summary, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import alternate
 from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES
-from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import OutFile
+from flexgen_helm.engine.machine_profile import measured_profile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.report.throughput import versions
 
 # The paper's GPU and model in bytes; rates of the link, of the disk (reads, writes), of decoding's products (FLOP/s).
 GPU_BYTES, MODEL_BYTES = 16e9, 60e9
@@ -33,26 +34,19 @@ HIDDEN_SIZE, PROMPT, OUTPUT, CACHE_BYTES = 7168, 512, 32, 2
 
 @dataclass(frozen=True)
 class Workload:
-    """The paper's block on a small model.
-
-    prompt: tokens; None keeps the proportion of cache to weights.
-    decode_flops: rate of decoding's products; None measures it.
-    """
+    """The paper's block on a small model: sequences of a batch, batches, and output tokens."""
 
     model: str = "opt-125m"
     batch_rows: int = 48
     batches: int = 3
-    prompt: int | None = None
     output: int = 12
-    repeats: int = 3
-    decode_flops: float | None = None
 
 
 @dataclass(frozen=True)
 class Scaled:
     """The paper's machine and prompts, scaled.
 
-    link_gb_s: each way.
+    link_gb_s: in both directions.
     disk_gb_s: of reads and writes.
     """
 
@@ -61,9 +55,6 @@ class Scaled:
     gpu_bytes: int
     decode_flops: float
     prompt: int
-
-
-QUICK = Workload(batch_rows=2, batches=2, prompt=6, output=3, repeats=1, decode_flops=1e12)
 
 
 @dataclass(frozen=True)
@@ -82,27 +73,24 @@ class Variant:
     blocks: int = 1
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Run the benchmark; rows are in seconds per generated token, and have `tokens_per_s` too.
-
-    `ratios` are the throughput without each technique over the throughput with all of them.
-    """
-    refuse_engine_flags("ablation", options, "offload_dir")
-    workload = QUICK if options.quick else Workload()
-    workload = replace(workload, repeats=options.repeats or workload.repeats)
-    with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
-        return measure(workload, Path(scratch), options)
-
-
-def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
-    config = open_checkpoint(workload.model, weights="dummy").config
-    rate = workload.decode_flops
-    if rate is None:  # of products in float32 with 16-bit weights from memory
-        rate = machine_profile(options).cpu.matmul_flops["float32"].at(workload.batch_rows)
-    scaled = scale(workload, config, rate)
-    options.tell(simulated(workload, scaled))
-    sides = {variant.label: block_arguments(workload, scaled, variant, scratch) for variant in variants(workload)}
-    return assemble(workload, alternate(sides, workload.repeats, options.tell), scaled)
+def main(
+    out: OutFile = None,
+    quick: bool = False,
+    repeats: int = 3,
+    offload_dir: Path | None = None,
+    model: str = Workload.model,
+) -> None:
+    """Measure the paper's block with all techniques, and without each. --quick: figures mean nothing."""
+    config, _ = read_model_config(model)
+    # Of products in float32 with 16-bit weights from memory.
+    workload = Workload(model, batch_rows=2, batches=2, output=3) if quick else Workload(model)
+    profile = measured_profile(folder=offload_dir, fresh=not quick)
+    scaled = scale(workload, config, profile.cpu.matmul_flops["float32"].at(workload.batch_rows))
+    say(simulated(workload, scaled))
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=offload_dir) as scratch:
+        sides = {variant.label: block_of(workload, scaled, variant, scratch) for variant in variants(workload)}
+        records = alternate(sides, 1 if quick else repeats)
+    report(assemble(workload, scaled, records), out)
 
 
 def scale(workload: Workload, config: ModelConfig, rate: float) -> Scaled:
@@ -116,28 +104,23 @@ def scale(workload: Workload, config: ModelConfig, rate: float) -> Scaled:
     read, write = (speed * disk / 1e9 for disk in DISK_BYTES_S)
     gpu_bytes = int(GPU_BYTES / MODEL_BYTES * STORAGE_BYTES * config.num_parameters)
     length = (PROMPT + OUTPUT / 2) * config.hidden_size / HIDDEN_SIZE * CACHE_BYTES / COMPUTE_BYTES
-    prompt = workload.prompt or max(1, round(length - workload.output / 2))
+    prompt = max(1, round(length - workload.output / 2))
     return Scaled(speed * LINK_BYTES_S / 1e9, (read, write), gpu_bytes, rate, prompt)
 
 
-def block_arguments(workload: Workload, scaled: Scaled, variant: Variant, scratch: Path) -> dict[str, Any]:
+def block_of(workload: Workload, scaled: Scaled, variant: Variant, scratch: str) -> dict[str, Any]:
     """Return the arguments with which `run_engine` runs a variant on the simulated GPU."""
-    machine: dict[str, Any] = {
+    engine = {
         "device": "sim",
         "link_gb_s": [scaled.link_gb_s] * 2,
         "disk_gb_s": list(scaled.disk_gb_s),
-        "offload_dir": str(scratch),
+        "offload_dir": scratch,
         "schedule": "zigzag",
         "policy": str(variant.policy),
+        **variant.engine,
     }
-    return {
-        "model": workload.model,
-        "engine": {**machine, **variant.engine},
-        "limits": {"gpu": scaled.gpu_bytes},
-        "rows": variant.blocks * variant.policy.block_size,
-        "prompt": scaled.prompt,
-        "output": workload.output,
-    }
+    sizes = {"rows": variant.blocks * variant.policy.block_size, "prompt": scaled.prompt, "output": workload.output}
+    return {"model": workload.model, "engine": engine, "limits": {"gpu": scaled.gpu_bytes}, **sizes}
 
 
 def variants(workload: Workload) -> list[Variant]:
@@ -169,39 +152,37 @@ def simulated(workload: Workload, scaled: Scaled) -> str:
     )
 
 
-def assemble(workload: Workload, records: Mapping[str, Sequence[Mapping[str, Any]]], scaled: Scaled) -> dict[str, Any]:
-    """Return the result in the format of benchmarks."""
+def assemble(workload: Workload, scaled: Scaled, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the result. `ratios` are the throughput without each technique over that with all."""
     full, *_ = sides = variants(workload)
     assert full.paper is not None
     speeds = {label: median(map(tokens_per_s, repeats)) for label, repeats in records.items()}
-    rows, ratios = [], {}
-    for variant in sides:
-        repeats = records[variant.label]
-        ratio = speeds[variant.label] / speeds[full.label]
-        ratios[variant.label.replace(",", "").replace(" ", "_")] = ratio
-        row: dict[str, Any] = {
-            "label": variant.label,
-            **summary([1 / tokens_per_s(record) for record in repeats]),
-            "tokens_per_s": speeds[variant.label],
-            "ratio": ratio,
-            **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
-            "seconds": [record["latency_s"] for record in repeats],
-            "policy": [str(variant.policy)],
-            "bytes": repeats[-1]["bytes"],
-            "time_s": repeats[-1]["time_s"],
-            "placement": repeats[-1]["achieved_placement"],
+    rows = [
+        {
+            "label": side.label,
+            **summary([1 / tokens_per_s(record) for record in records[side.label]]),
+            "tokens_per_s": speeds[side.label],
+            "ratio": speeds[side.label] / speeds[full.label],
+            **({} if side.paper is None else {"paper": side.paper / full.paper}),
+            "policy": [str(side.policy)],
+            **{key: records[side.label][-1][key] for key in ("bytes", "time_s", "achieved_placement")},
         }
-        rows.append(row)
+        for side in sides
+    ]
     return {
         "name": "ablation",
         "workload": {**asdict(workload), **asdict(scaled)},
         "hardware": records[full.label][-1]["hardware"],
-        "versions": versions(),
         "rows": rows,
-        "ratios": ratios,
+        "ratios": {row["label"].replace(",", "").replace(" ", "_"): row["ratio"] for row in rows},
         "notes": [
+            "rows are seconds per generated token",
             "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); it has no "
             "row for the same block row by row, and none of OPT-30B with the disk",
             simulated(workload, scaled),
         ],
     }
+
+
+if __name__ == "__main__":
+    script(main)

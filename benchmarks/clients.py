@@ -1,4 +1,4 @@
-"""`bench clients`: whole HELM runs with our client and with HELM's own Hugging Face client.
+"""Whole HELM runs with our client and with HELM's own Hugging Face client: `python -m benchmarks.clients`.
 
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
@@ -13,20 +13,22 @@ are always of one call.
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-import psutil
+import typer
 import yaml
 
-from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_cpp, summary
-from flexgen_helm.benchmarks.common import machine
+from flexgen_helm.benchmarks import llama_cpp
+from flexgen_helm.benchmarks.common import BUSY_LOAD, LOAD, machine, report, script, summary
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
 from flexgen_helm.benchmarks.llama_cpp import SLOTS, PeerRun
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
@@ -36,13 +38,14 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-REPEATS = 3
-QUICK_INSTANCES, QUICK_REPEATS = 5, 1
+QUICK_INSTANCES = 5
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 CHAT_REFERENCE = f"{REFERENCE}-chat"
 # Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
@@ -73,6 +76,7 @@ class Task:
         return CHAT_REFERENCE if self.chat else REFERENCE
 
 
+T = TypeVar("T")
 _MMLU = ("mmlu:subject=abstract_algebra", "mmlu:subject=us_foreign_policy")
 TASKS = (
     Task("mmlu", _MMLU, 1000, "mmlu"),
@@ -102,45 +106,42 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
+def main(
+    out: OutFile = None,
+    tasks: Annotated[str | None, typer.Option(help=f"With commas: {', '.join(task.name for task in TASKS)}.")] = None,
+    peers: Annotated[str | None, typer.Option(help=f"With commas: {', '.join(PEERS)}.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Through the model's chat template, in both clients.")] = False,
+    instances: Annotated[int | None, typer.Option("--instances", "-m", help="Of all tasks.")] = None,
+    repeats: int = 3,
+    quick: bool = False,
+) -> None:
+    """Measure all sides in alternation. What the file of --out has of other tasks and peers stays.
 
-    `tasks` has for each task and peer `scores` (what differs between the sides) and `prompts` (requested and computed
-    tokens, efficiency).
+    --quick: figures mean nothing.
     """
-    if options.engine:
-        raise UsageError(
-            f"bench clients runs plain helm-run, which has no engine flags: leave out {list(options.engine)}"
-        )
-    repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-    tasks, notes = _tasks(options)
-    load = psutil.getloadavg()[0]
-    peers = _chosen("peer", options.peers, PEERS)
-    earlier = parts_of(options.earlier)
-    if earlier and (options.quick or options.entry):
-        raise UsageError(
-            "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
-        )
-    if LLAMA_CPP in peers and (reason := llama_cpp.missing()) is not None:
-        peers.remove(LLAMA_CPP)
+    earlier = _parts_of(out)
+    instances, repeats = (instances or QUICK_INSTANCES, 1) if quick else (instances, repeats)
+    chosen, notes = with_data(_chosen("task", tasks, {task.name: task for task in (CHAT_TASKS if chat else TASKS)}))
+    sides = list(_chosen("peer", peers, {peer: peer for peer in PEERS}))
+    if LLAMA_CPP in sides and (reason := llama_cpp.missing()) is not None:
+        sides.remove(LLAMA_CPP)
         notes.append(f"SKIPPED, {LLAMA_CPP}: {reason}")
-        options.tell(notes[-1])
+        say(notes[-1])
     parts: list[dict[str, Any]] = []
-    if peers:
-        with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
-            checkpoint = open_checkpoint(WHEEL_MODEL)
-            options.tell(f"writing the reference copy of {WHEEL_MODEL}")
-            _prepare(Path(scratch), checkpoint)
-            for task in tasks:
-                chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
-                runs, served, more = _measure(task, peers, repeats, chat, Path(scratch), options.tell)
-                parts += _parts(task, runs, served, load)
-                notes += more
-    return _joined(earlier, parts, notes)
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
+        checkpoint = open_checkpoint(WHEEL_MODEL)
+        _prepare(Path(scratch), checkpoint)
+        for task in chosen if sides else ():
+            task = replace(task, instances=instances or task.instances)
+            chat_format = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
+            runs, served, more = _measure(task, sides, repeats, chat_format, Path(scratch))
+            parts += _parts(task, runs, served)
+            notes += more
+    report(_joined(earlier, parts, notes), out)
 
 
 def _measure(
-    task: Task, peers: Sequence[str], repeats: int, chat: ChatFormat, scratch: Path, tell: Callable[[str], None]
+    task: Task, peers: Sequence[str], repeats: int, chat: ChatFormat, scratch: Path
 ) -> tuple[dict[str, list[HelmRun]], dict[int, list[PeerRun]], list[str]]:
     """Run all sides of a task by turns. Returns runs by side, those of llama.cpp's server by slots, and notes."""
     sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
@@ -153,7 +154,7 @@ def _measure(
             entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
             run = helm_run(entries, task.instances, folder, scratch / "configs", threads, program=program)
             runs[label].append(run)
-            tell(f"{task.name}, {label}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
+            say(f"{task.name}, {label}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
         if LLAMA_CPP not in peers:
             continue
         requests = runs[FLEXGEN[0]][-1].requests
@@ -164,45 +165,38 @@ def _measure(
             log = scratch / f"{task.name}.{slots}.{repeat}.txt"
             answered = llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
             served.setdefault(slots, []).append(answered)
-            tell(f"{task.name}, {LLAMA_CPP}, {slots} slots: {answered.seconds:.1f} s")
+            say(f"{task.name}, {LLAMA_CPP}, {slots} slots: {answered.seconds:.1f} s")
     return runs, served, [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if reason else []
 
 
-def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the parts of an earlier result. Raises `UsageError` if it is of another kind, or of an older version."""
-    if result is None:
+def _parts_of(out: Path | None) -> list[dict[str, Any]]:
+    """Return the parts of the result in a file. Raises `UsageError` where it has none of this kind."""
+    if out is None or not out.exists():
         return []
-    parts = result.get("tasks")
-    if result.get("name") != "clients" or not parts or any("peer" not in part for part in parts):
-        raise UsageError("the file of --out has no parts that bench clients can add to: name a new file")
-    return list(parts)
+    with suppress(ValueError, KeyError, TypeError):
+        parts: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["tasks"]
+        if all("peer" in part for part in parts):
+            return parts
+    raise UsageError(f"--out {out} has no parts to add to: name a new file")
 
 
-def _chosen(kind: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Return the known names among `names`, in their own order; all if there are none. Raises `UsageError`."""
-    known = list(known)
-    if unknown := [name for name in names or () if name not in known]:
-        raise UsageError(f"bench clients has no {kind} {unknown[0]!r}; known are {', '.join(known)}")
-    return [name for name in known if name in names] if names else known
+def _chosen(kind: str, names: str | None, known: Mapping[str, T]) -> list[T]:
+    """Return what is known by the names with commas between; all where they are None. Raises `UsageError`."""
+    try:
+        return [known[name] for name in (names.split(",") if names is not None else known)]
+    except KeyError as error:
+        raise UsageError(f"there is no {kind} {error}; known are {', '.join(known)}") from None
 
 
-def _tasks(options: Options) -> tuple[list[Task], list[str]]:
-    """Return the tasks to measure, and notes on those without data."""
-    if options.entry:
-        if options.tasks:
-            raise UsageError("--entry and --tasks exclude each other; leave one of them out")
-        name = options.entry.partition(":")[0]
-        return [Task(name, (options.entry,), options.instances or 50, chat=options.chat)], []
-    tasks, notes = [], []
-    known = {task.name: task for task in (CHAT_TASKS if options.chat else TASKS)}
-    for task in (known[name] for name in _chosen("task", options.tasks, known)):
-        instances = options.instances or (QUICK_INSTANCES if options.quick else task.instances)
-        folder = data_dir()
-        if task.data is not None and (folder is None or not (folder / task.data).exists()):
-            notes.append(f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}")
-            continue
-        tasks.append(replace(task, instances=instances))
-    return tasks, notes
+def with_data(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
+    """Return the tasks whose data is here, and notes on the others."""
+    folder = data_dir()
+    here = [task for task in tasks if task.data is None or (folder is not None and (folder / task.data).exists())]
+    return here, [
+        f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}"
+        for task in tasks
+        if task not in here
+    ]
 
 
 def with_model(entry: str, model: str) -> str:
@@ -273,11 +267,10 @@ def _parts(
     task: Task,
     runs: Mapping[str, list[HelmRun]],
     served: Mapping[int, Sequence[PeerRun]],
-    load: float,
 ) -> list[dict[str, Any]]:
     """Return a part of the result for each peer.
 
-    served: slots of llama.cpp's server -> runs. load: runnable processes when the call began.
+    served: slots of llama.cpp's server -> runs.
     """
     rows = {label: _row(task, label, repeats) for label, repeats in runs.items()}
     ours = _fastest(rows, FLEXGEN)
@@ -310,11 +303,11 @@ def _parts(
         "instances": task.instances,
         "date": date.today().isoformat(),
         "hardware": {**machine(), **typical.records[0]["hardware"]},
-        "load": load,
+        "load": LOAD,
         "versions": versions(),
         "prompts": prompts,
     }
-    busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
+    busy = [f"  {task.name} was measured on a busy machine (load {LOAD:.1f})"] if LOAD > BUSY_LOAD else []
     return [
         {
             **common,
@@ -436,3 +429,7 @@ def _why(name: str, ours: float | None, reference: float | None) -> str | None:
     if name.startswith("num_bytes") and ours is not None and reference > ours:
         return "num_bytes: HELM's client decodes token by token, and counts 3 bytes for each part of a character"
     return None
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,40 +1,55 @@
-"""Parts of several benchmarks: the check of flags, the machine, repeated timing, logged commands."""
+"""Parts of several benchmarks: scripts and their results, the machine, repeated timing, logged commands."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.errors import FlexgenError
+from flexgen_helm.report.throughput import versions
+
+# Runnable processes when a script begins; with more than this many, other programs compute meanwhile.
+LOAD, BUSY_LOAD = psutil.getloadavg()[0], 0.5
 
 
 class ProcessKilled(FlexgenError):
     """A signal ended the process; in a memory control group, for lack of memory."""
 
 
-def refuse_engine_flags(name: str, options: Options, *allowed: str) -> None:
-    """Raise `UsageError` for an engine flag that benchmark `name`, whose workload is fixed, does not take."""
-    if refused := sorted(set(options.engine) - set(allowed)):
-        flags = "--offload-dir alone" if allowed else "no engine flags"
-        raise UsageError(f"bench {name} has a fixed workload and takes {flags}: leave out {refused}")
+def script(main: Callable[..., None]) -> None:
+    """Run a benchmark as a command whose options are the parameters of `main`; an error is one sentence."""
+    import typer
+
+    try:
+        typer.run(main)
+    except FlexgenError as error:
+        sys.exit(f"error: {error}")
 
 
-def machine_profile(options: Options, folder: Path | None = None) -> HardwareProfile:
-    """Measure this machine and the disk of `folder`, by default that of --offload-dir; --quick takes what is saved."""
-    from flexgen_helm.engine.machine_profile import measured_profile
+def report(result: Mapping[str, Any], out: Path | None) -> None:
+    """Print a result as a table, and write it to the file `out`, with the day and whether the machine was busy."""
+    from flexgen_helm.cli.console import output, print_table, write_json
 
-    offload_dir = options.engine.get("offload_dir")
-    folder = folder or (None if offload_dir is None else Path(offload_dir))
-    return measured_profile(folder=folder, fresh=not options.quick)
+    result = {"date": date.today().isoformat(), "versions": versions(), **result}
+    if LOAD > BUSY_LOAD:
+        busy = f"other programs were computing when this began (load {LOAD:.1f}): figures are noise"
+        result["notes"] = [*result["notes"], busy]
+    # What is no plain value, such as the seconds of all repetitions, is in the file alone.
+    plain = (str, int, float)
+    print_table([{k: value for k, value in row.items() if isinstance(value, plain)} for row in result["rows"]])
+    ratios = (f"{key.replace('_', ' ')}: {value:.2f}x" for key, value in result["ratios"].items())
+    output().print("\n".join([*ratios, *result["notes"]]), soft_wrap=True)
+    if out is not None:
+        write_json(out, result)
 
 
 def machine() -> dict[str, Any]:
@@ -44,6 +59,11 @@ def machine() -> dict[str, Any]:
 def tokens_per_s(record: Mapping[str, Any]) -> float:
     """Return the output tokens per second of a whole run."""
     return float(record["output_tokens"]) / float(record["latency_s"])
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Return {median, min, max, n} of one row."""
+    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
 def run_row(label: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.benchmarks.common import tokens_per_s
@@ -29,19 +29,19 @@ def run_engine(**block: Any) -> dict[str, Any]:
     }
 
 
-def alternate(
-    sides: Mapping[str, Mapping[str, Any]], repeats: int, tell: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:
+def alternate(sides: Mapping[str, Mapping[str, Any]], repeats: int) -> dict[str, list[dict[str, Any]]]:
     """Run blocks by turns, each in a process of its own, and return the records of each side.
 
     sides: label -> arguments of `run_engine`.
     """
+    from flexgen_helm.cli.console import say
+
     records: dict[str, list[dict[str, Any]]] = {label: [] for label in sides}
     for repeat in range(repeats):
         for label, block in sides.items():
             record = in_own_process(run_engine, block)
             records[label].append(record)
-            tell(
+            say(
                 f"{label}: {record['latency_s']:.2f} s, of which {record['time_s']['wait']:.1f} s waiting, "
                 f"{tokens_per_s(record):.2f} token/s ({repeat + 1} of {repeats})"
             )

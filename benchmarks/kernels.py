@@ -1,4 +1,4 @@
-"""`bench kernels`: 4-bit dequantization by implementation, and products with packed weights, on this device.
+"""4-bit dequantization by implementation, and products with packed weights: `python -m benchmarks.kernels`.
 
 Dequantization is measured by the tile that a product uses, in G values/s. Several packed tiles take turns, so that
 none is found in a processor's cache. A product is one matrix of a large model's layer times a batch of tokens, with
@@ -12,10 +12,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import machine, refuse_engine_flags, time_calls
-from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.report.throughput import versions
+from flexgen_helm.benchmarks.common import machine, report, script, summary, time_calls
+from flexgen_helm.cli.engine_flags import OutFile
 
 WIDTH = 4096
 TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -24,15 +22,14 @@ QUICK_WIDTH, QUICK_TOKENS = 256, (1, 8)
 _COLD_BYTES = 64 << 20
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Run the benchmark; rows of `unpack …` are in G values/s, rows of `product …` in seconds."""
-    refuse_engine_flags("kernels", options)
-    repeats = options.repeats or (1 if options.quick else 5)
-    width, tokens = (QUICK_WIDTH, QUICK_TOKENS) if options.quick else (WIDTH, TOKENS)
-    return in_own_process(measure, {"width": width, "tokens": list(tokens), "repeats": repeats})
+def main(out: OutFile = None, quick: bool = False, repeats: int = 5) -> None:
+    """Measure on the compute device. --quick: figures mean nothing."""
+    width, tokens = (QUICK_WIDTH, QUICK_TOKENS) if quick else (WIDTH, TOKENS)
+    report(measure(width, tokens, 1 if quick else repeats), out)
 
 
-def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
+def measure(width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Return rows of `unpack …` in G values/s, and of `product …` in seconds."""
     import torch
 
     from flexgen_helm.offload.linear import tiled_linear
@@ -89,8 +86,11 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any
             **machine(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
-        "versions": versions(),
         "rows": rows,
         "ratios": ratios,
         "notes": ["an overhead of 1 is a product with weights stored in the compute type"],
     }
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a peer of `bench clients`: the same GGUF file, and the same prompts as token ids over HTTP.
+"""llama.cpp's server as a peer of `benchmarks.clients`: the same GGUF file and prompts, as token ids over HTTP.
 
 It is `llama-server` in PATH, one of llama.cpp's programs. It keeps each slot's last prompt, so that a prompt that
 begins in the same way is computed from where it differs.
@@ -22,8 +22,7 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks import summary
-from flexgen_helm.benchmarks.common import log_tail
+from flexgen_helm.benchmarks.common import log_tail, summary
 from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.throughput import versions

@@ -1,4 +1,4 @@
-"""The part of `bench offload` that compares 4 or 8 bits with FP16 under the same memory limits:
+"""The part of `benchmarks.offload` that compares 4 or 8 bits with FP16 under the same memory limits:
 
 - behind a link of 0.25 GB/s (a simulated GPU) and from the real disk, with few sequences, so that bytes decide;
 - one pass over 1,024 tokens from the disk, where compute decides and dequantization can only cost.
@@ -8,7 +8,7 @@ Each precision keeps as many of its weights on the compute device as the limit h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -58,7 +58,7 @@ CASES = (
 
 
 def measure(
-    model: str, config: ModelConfig, scratch: Path, repeats: int, cases: Sequence[Case], tell: Callable[[str], None]
+    model: str, config: ModelConfig, scratch: Path, repeats: int, cases: Sequence[Case]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Measure both sides of each case in alternation; returns the result's rows, in seconds, and its ratios."""
     rows: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def measure(
                 engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
             block = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
             sides[f"{precision}, {case.label}"] = {"model": model, "engine": engine, "limits": limits, **block}
-        for label, records in alternate(sides, repeats, tell).items():
+        for label, records in alternate(sides, repeats).items():
             row = run_row(label, records)
             row["wait_s"] = median(record["time_s"]["wait"] for record in records)
             rows.append(row | {"bytes": records[-1]["bytes"], "policy": sides[label]["engine"]["policy"]})

@@ -1,11 +1,11 @@
-"""The part of `bench offload` that compares with Accelerate's disk offload, each in a memory control group.
+"""The part of `benchmarks.offload` that compares with Accelerate's disk offload, each in a memory control group.
 
 Only there the page cache counts as the memory that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
 from flexgen_helm.benchmarks.memory_settings import offload_setting
 from flexgen_helm.benchmarks.process import in_own_process
+from flexgen_helm.cli.console import say
 from flexgen_helm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ Records = Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]
 
 
 def measure(
-    workload: Workload, config: ModelConfig, scratch: Path, tell: Callable[[str], None]
+    workload: Workload, config: ModelConfig, scratch: Path
 ) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
     """Return the records of both sides, and notes about what was left out.
 
@@ -42,7 +43,7 @@ def measure(
     except GroupUnavailable as error:
         reason = str(error)
     if reason is not None:
-        tell(f"SKIPPED, Accelerate: {reason}")
+        say(f"SKIPPED, Accelerate: {reason}")
         return records, [f"SKIPPED, Accelerate: {reason}"]
     sizes = {"prompt": workload.prompt, "output": workload.output}
     folder = scratch / "accelerate"
@@ -66,11 +67,11 @@ def measure(
                     record = in_own_process(run_engine, arguments, group)
             except ProcessKilled:
                 notes.append(f"{side}, {rows} rows: more than {group_bytes:,} bytes, ended by the kernel")
-                tell(notes[-1])
+                say(notes[-1])
                 return False
             record["group_peak_bytes"] = group.peak
         records[side].setdefault(rows, []).append(record)
-        tell(f"{side}, {rows} rows in {group_bytes / 2**30:g} GiB: {tokens_per_s(record):.2f} token/s")
+        say(f"{side}, {rows} rows in {group_bytes / 2**30:g} GiB: {tokens_per_s(record):.2f} token/s")
         return True
 
     sizes_left = {side: list(workload.peer_rows) for side in records}

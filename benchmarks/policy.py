@@ -1,4 +1,4 @@
-"""`bench policy`: predicted against measured time, and the searched policy against a grid of others.
+"""Predicted against measured time, and the searched policy against a grid of others: `python -m benchmarks.policy`.
 
 Ten policies over schedules, placements and devices (the simulated gpu included) are predicted and run. Before that,
 the profile of each device is corrected by runs of one other policy, as an engine's profile is by its own runs: the
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import machine_profile, refuse_engine_flags
+from flexgen_helm.benchmarks.common import report, script, summary
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import OutFile
+from flexgen_helm.engine.machine_profile import measured_profile
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import policy as planner_policy
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
@@ -27,7 +30,6 @@ from flexgen_helm.planner.policy import ROW, ZIGZAG, Policy, Schedule
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import search
-from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import MemoryLimits
 
 MIB = 1 << 20
@@ -50,6 +52,7 @@ class Workload:
     gpu_mib: int = 160
     link_gb_s: tuple[float, float] = (2.0, 2.0)
     repeats: int = 5
+    offload_dir: Path | None = None
 
     def limits(self, device: str) -> dict[str, int]:
         """Return the bytes of each limited tier."""
@@ -72,25 +75,25 @@ class Case:
         return f"{self.device} {self.schedule} {self.policy}"
 
 
-def run(options: Options) -> dict[str, Any]:
+def main(out: OutFile = None, quick: bool = False, repeats: int | None = None, offload_dir: Path | None = None) -> None:
+    """Predict and measure. --quick: figures mean nothing."""
+    workload = QUICK if quick else Workload()
+    workload = replace(workload, repeats=repeats or workload.repeats, offload_dir=offload_dir)
+    report(measure(workload, measured_profile(folder=offload_dir, fresh=not quick)), out)
+
+
+def measure(workload: Workload, profile: HardwareProfile) -> dict[str, Any]:
     """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
-    refuse_engine_flags("policy", options, "offload_dir")
-    workload = QUICK if options.quick else Workload()
-    workload = replace(workload, repeats=options.repeats or workload.repeats)
-    return measure(workload, machine_profile(options), options)
-
-
-def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     errors = []
-    profiles = {case.device: corrected_profile(workload, profile, case, options) for case in CORRECTION_CASES}
+    profiles = {case.device: corrected_profile(workload, profile, case) for case in CORRECTION_CASES}
     for case in spread_cases():
         problem = problem_of(workload, profiles[case.device], case.device)
         predicted = predict(problem, case.policy, case.schedule)
         if not predicted.feasible:
-            options.tell(f"left out, does not fit: {case}")
+            say(f"left out, does not fit: {case}")
             continue
-        seconds = seconds_of(run_case(workload, case, workload.repeats, options))
+        seconds = seconds_of(run_case(workload, case, workload.repeats))
         rows.append(
             {
                 "label": str(case),
@@ -102,7 +105,7 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
             }
         )
         errors.append(abs(predicted.latency_s / median(seconds) - 1))
-        options.tell(f"{case}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
+        say(f"{case}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
     problem = problem_of(workload, profiles["sim"], "sim")
     solution = search(problem)
     chosen = Case("sim", solution.policy, solution.schedule)
@@ -110,8 +113,8 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
     measured: dict[str, list[float]] = {}
     for repeat in range(workload.repeats):
         for case in (chosen, *grid):
-            measured.setdefault(str(case), []).extend(seconds_of(run_case(workload, case, 1, options)))
-        options.tell(f"the grid: {repeat + 1} of {workload.repeats}")
+            measured.setdefault(str(case), []).extend(seconds_of(run_case(workload, case, 1)))
+        say(f"the grid: {repeat + 1} of {workload.repeats}")
     for name, seconds in measured.items():
         mark = "chosen: " if name == str(chosen) else "grid: "
         rows.append({"label": mark + name, **summary(seconds), "seconds": seconds})
@@ -120,9 +123,8 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
     hardware = {"cores": psutil.cpu_count(logical=False), "memory_bytes": psutil.virtual_memory().total}
     return {
         "name": "policy",
-        "workload": asdict(workload),
+        "workload": asdict(replace(workload, offload_dir=None)),
         "hardware": {**hardware, "profile": profile.to_json()},
-        "versions": versions(),
         "rows": rows,
         "ratios": {
             "chosen_to_best_of_grid": median(measured[str(chosen)]) / best,
@@ -143,11 +145,11 @@ CORRECTION_CASES = (
 )
 
 
-def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
+def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case) -> HardwareProfile:
     """Correct the profile five times by the same run; each correction closes half of the difference."""
     from flexgen_helm.planner.planner import corrected, corrections
 
-    (record,) = run_case(workload, case, 1, options)
+    (record,) = run_case(workload, case, 1)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
     for _ in range(5):
         prediction = predict(problem_of(workload, machine, case.device), case.policy, case.schedule)
@@ -189,14 +191,14 @@ def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> Pla
     return planning_problem(config, profile, lengths, storage_dtype=dtype, limits=limits)
 
 
-def run_case(workload: Workload, case: Case, repeats: int, options: Options) -> list[dict[str, Any]]:
+def run_case(workload: Workload, case: Case, repeats: int) -> list[dict[str, Any]]:
     """Return the records of `repeats` runs after a warm-up."""
     engine = {
         "device": case.device,
         "policy": case.policy,
         "schedule": case.schedule.name,
         "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
-        "offload_dir": options.engine.get("offload_dir"),
+        "offload_dir": workload.offload_dir,
     }
     sizes = {"rows": workload.sequences, "prompt": workload.prompt, "output": workload.output}
     limits = workload.limits(case.device)
@@ -205,3 +207,7 @@ def run_case(workload: Workload, case: Case, repeats: int, options: Options) -> 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(record["latency_s"]) for record in records]
+
+
+if __name__ == "__main__":
+    script(main)

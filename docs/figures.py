@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flexgen_helm.benchmarks.paper.page import day_of, processor_of
-from flexgen_helm.benchmarks.paper.rows import Sources
+from flexgen_helm.benchmarks.paper.rows import stored_result, stored_rows
 
 DOCS = Path(__file__).resolve().parent
 CHART = DOCS / "images" / "measured.svg"
@@ -50,25 +48,18 @@ class Panel:
     groups: list[Group]
 
 
-def newest(benchmark: str) -> Mapping[str, Any]:
-    """Return a benchmark's newest stored result."""
-    found = Sources().result(benchmark)
-    assert found is not None, f"no stored result of bench {benchmark}"
-    return found
-
-
 def note() -> str:
     """Return where and when the figures were measured."""
     parts = [
         f"{what}: {processor_of(result)}, {day_of(result)}"
-        for what, result in (("HELM", newest("clients")), ("offloading", newest("offload")))
+        for what, result in (("HELM", stored_result("clients")), ("offloading", stored_result("offload")))
     ]
     return f"Two cores, no GPU, medians. {'; '.join(parts)}."
 
 
 def helm_panel() -> Panel:
     """Seconds of a whole process: the better of our two commands, and of HELM's client with 1 and 4 threads."""
-    result = Sources().rows("clients")
+    result = stored_rows("clients")
     tasks = {
         "mmlu": "MMLU, 200 requests",
         "natural": "synthetic_reasoning_natural, 100 requests",
@@ -88,7 +79,7 @@ def helm_panel() -> Panel:
 
 def offload_panel() -> Panel:
     """Tokens a second with weights on the disk, each side in a memory control group of 2 GiB."""
-    result = Sources().rows("offload")
+    result = stored_rows("offload")
     groups = [
         Group(
             f"batch of {batch} sequences",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flexgen_helm.benchmarks.paper.rows import Row, Sources, breakdown, frontier, techniques
+from flexgen_helm.benchmarks.paper.rows import Row, breakdown, frontier, techniques
 
 IMAGES = Path(__file__).resolve().parent / "images"
 WIDTH = 800
@@ -35,11 +35,10 @@ STYLE = "\n".join(
 
 def charts() -> dict[str, str]:
     """Return the text of each picture by its file's name."""
-    sources = Sources()
     return {
-        "paper_frontier.svg": frontier_chart(frontier(sources)),
-        "paper_breakdown.svg": breakdown_chart(breakdown(sources)),
-        "paper_techniques.svg": techniques_chart(techniques(sources)),
+        "paper_frontier.svg": frontier_chart(frontier()),
+        "paper_breakdown.svg": breakdown_chart(breakdown()),
+        "paper_techniques.svg": techniques_chart(techniques()),
     }
 
 

@@ -24,7 +24,7 @@ SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")
 # Folder or extra that declares what these folders import beyond the shipped package.
 BY_EXTRA = {
     "bench": ("benchmarks",),
-    "lm-eval": ("flexgen_helm",),
+    "lm-eval": ("flexgen_helm", "benchmarks"),
     "ray": ("flexgen_helm",),
     "serve": ("flexgen_helm",),
 }

@@ -14,7 +14,6 @@ import pytest
 
 from flexgen_helm import cli, locks
 from flexgen_helm.checkpoint.paths import state_lock, update_state
-from flexgen_helm.cli import doctor
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.files import append
@@ -102,15 +101,6 @@ def test_a_disk_that_runs_out_of_locks_is_named(tmp_path, monkeypatch):
         pass
     assert caught.value.filename == str(tmp_path / "a.lock")
     update_state("facts.json", lambda content: content.update(a=1))  # can be found out again
-
-
-def test_doctor_says_that_there_are_no_locks(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "_python_subprocess", lambda *_: None)
-    refuse(monkeypatch, errno.ENOSYS)
-    finding = doctor.run_checks()["locks"]
-    assert finding.status == "failed" and str(tmp_path) in finding.found and " has no locks " in finding.found
-    assert finding.remedy == "Run one command at a time, or name another folder in FLEXGEN_HELM_HOME."
 
 
 def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):

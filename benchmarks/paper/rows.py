@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,72 +43,42 @@ def row(label: str, paper: Any = None, predicted: Any = None, measured: Any = No
     return {"label": label, "paper": paper, "predicted": predicted, "measured": measured, **more}
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What rows are made from, besides the paper.
+def stored_result(benchmark: str) -> dict[str, Any]:
+    """Return a benchmark's newest stored result, with the name of its file under `file`.
 
-    fresh: results of benchmarks by name, in place of the stored ones.
-    prompt, output: lengths of the throughput table.
+    It has no rows where nobody has measured, or where results are not installed.
     """
-
-    fresh: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    prompt: int = PROMPT
-    output: int = OUTPUT
-
-    def result(self, benchmark: str) -> Mapping[str, Any] | None:
-        """Return a benchmark's newest result; None where nobody has measured, or results are not installed.
-
-        A stored one has the name of its file under `file`.
-        """
-        if benchmark in self.fresh:
-            return self.fresh[benchmark]
-        kind = "*" if benchmark == "gpu" else "cpu_*"
-        stored = [
-            {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
-            for path in RESULTS.glob(f"{benchmark}_{kind}.json")
-        ]
-        return max(stored, key=lambda result: result["date"], default=None)
-
-    def rows(self, benchmark: str) -> dict[str, Row]:
-        """Return the rows of a result by label."""
-        result = self.result(benchmark)
-        return {} if result is None else {row["label"]: row for row in result["rows"]}
+    stored = [
+        {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
+        for path in RESULTS.glob(f"{benchmark}_{'*' if benchmark == 'gpu' else 'cpu_*'}.json")
+    ]
+    return max(stored, key=lambda result: result["date"], default={"rows": [], "tasks": []})
 
 
-def throughput(sources: Sources) -> list[Row]:
-    """Return the main table, and what `bench gpu` has measured.
-
-    For other lengths there are predictions alone, for FlexGen with the search's policies.
-    """
-    lines = [line for line in _evaluated() if line["table"] == "throughput_512"]
-    if (sources.prompt, sources.output) == (PROMPT, OUTPUT):
-        device = (sources.result("gpu") or {"hardware": {"device": ""}})["hardware"]["device"]
-        return [_predicted(line) for line in lines] + [
-            row(f"{device}: {line['label']}", measured=_digits(line["tokens_per_s"]))
-            for line in sources.rows("gpu").values()
-            if "tokens_per_s" in line
-        ]
-    rows = []
-    for line in lines:
-        longer = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
-        if line["system"].startswith("FlexGen"):
-            found = search(row_problem(longer, load_profile("t4"))[0], (ZIGZAG,))
-            label, costs = f"{line['system']} {line['model']} {found.policy}", found.prediction
-        else:
-            label, costs = _throughput_label(line), predict_row(longer, load_profile("t4"))
-        rows.append(row(label, predicted=_digits(costs.tokens_per_s) if costs.feasible else "OOM"))
-    return rows
+def stored_rows(benchmark: str) -> dict[str, Row]:
+    """Return the rows of a stored result by label."""
+    return {row["label"]: row for row in stored_result(benchmark)["rows"]}
 
 
-def policies(sources: Sources) -> list[Row]:
-    return [_predicted(line) for line in _evaluated() if line["table"] == "ablation_policies"]
+def throughput() -> list[Row]:
+    """Return the main table, and what `benchmarks.gpu` has measured."""
+    result = stored_result("gpu")
+    return [*map(_predicted, _lines(table="throughput_512"))] + [
+        row(f"{result['hardware']['device']}: {line['label']}", measured=_digits(line["tokens_per_s"]))
+        for line in result["rows"]
+        if "tokens_per_s" in line
+    ]
 
 
-def ssd_speed(sources: Sources) -> list[Row]:
-    return [_predicted(line) for line in _evaluated() if line["table"] == "ssd_speed"]
+def policies() -> list[Row]:
+    return [*map(_predicted, _lines(table="ablation_policies"))]
 
 
-def frontier(sources: Sources) -> list[Row]:
+def ssd_speed() -> list[Row]:
+    return [*map(_predicted, _lines(table="ssd_speed"))]
+
+
+def frontier() -> list[Row]:
     """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's."""
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "latency_throughput_512_32_T4.csv").to_dict("records"):
@@ -125,14 +95,13 @@ def frontier(sources: Sources) -> list[Row]:
     return rows
 
 
-def techniques(sources: Sources) -> list[Row]:
+def techniques() -> list[Row]:
     """Throughput without each technique, over the throughput with all of them."""
     paper = pd.read_csv(PAPER / "ablation_techniques_512_32_T4.csv", index_col="configuration").opt_30b_tokens_per_s
-    measured = sources.rows("ablation")
-    lines = [line for line in _evaluated() if line["model"] == "opt-30b" and line["system"] == "FlexGen"]
+    measured = stored_rows("ablation")
 
     def predicted(**wanted: str) -> float:
-        (line,) = (line for line in lines if all(line[name] == value for name, value in wanted.items()))
+        (line,) = _lines(model="opt-30b", system="FlexGen", **wanted)
         return float(line["predicted_tokens_per_s"])
 
     block = {"gpu_batch_size": "48", "num_gpu_batches": "3"}
@@ -154,11 +123,10 @@ def techniques(sources: Sources) -> list[Row]:
         for label, value, ours in cases
     ]
     flags = {"overlap": "no overlapping", "cpu_attention": "no cpu compute"}
-    for line in _evaluated():
-        if line["model"] == "opt-175b" and line["table"] == "ablation_techniques":
-            # The row that has both techniques has another policy.
-            without = next((name for flag, name in flags.items() if line[flag] == "0"), "no policy search")
-            rows.append(row(f"OPT-175B, {without}", *_share_of_best(line)))
+    for line in _lines(model="opt-175b", table="ablation_techniques"):
+        # The row that has both techniques has another policy.
+        without = next((name for flag, name in flags.items() if line[flag] == "0"), "no policy search")
+        rows.append(row(f"OPT-175B, {without}", *_share_of_best(line)))
     return rows
 
 
@@ -166,24 +134,17 @@ def _share_of_best(line: Row) -> tuple[float, ...]:
     """Return the paper's and the predicted throughput of OPT-175B over the best policy's with as much page cache."""
     (best,) = (
         known
-        for known in _evaluated()
-        if _throughput_label(known) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
-        and known["page_cache"] == line["page_cache"]
-        and known["overlap"] == known["cpu_attention"] == "1"
-        and float(known["disk_read_gb_s"]) >= 1
+        for known in _lines(page_cache=line["page_cache"], overlap="1", cpu_attention="1")
+        if _throughput_label(known) == "FlexGen opt-175b 32x8 0/50 0/0 0/100" and float(known["disk_read_gb_s"]) >= 1
     )
     keys = ("tokens_per_s", "predicted_tokens_per_s")
     return tuple(round(float(line[key]) / float(best[key]), 3) for key in keys)
 
 
-def breakdown(sources: Sources) -> list[Row]:
+def breakdown() -> list[Row]:
     """OPT-175B without overlap: seconds of each phase, and what share of them each part takes."""
     paper = pd.read_csv(PAPER / "breakdown_opt_175b_512_T4.csv", index_col="stage").to_dict("index")
-    (line,) = (
-        line
-        for line in _evaluated()
-        if line["model"] == "opt-175b" and line["system"] == "FlexGen" and line["overlap"] == "0"
-    )
+    (line,) = _lines(model="opt-175b", system="FlexGen", overlap="0")
     predicted = predicted_parts(line)
     rows: list[Row] = []
     for stage, figures in paper.items():
@@ -228,7 +189,7 @@ def _parts(times: PassTimes, fractions: Affine) -> Iterator[tuple[str, float]]:
     yield "hidden states", seconds(HIDDEN, "to_gpu", "to_cpu", "disk_read", "disk_write")
 
 
-def accuracy(sources: Sources) -> list[Row]:
+def accuracy() -> list[Row]:
     """WikiText-2 perplexity in 4 bits over that in 16, and the change of LAMBADA's accuracy."""
     paper = pd.read_csv(PAPER / "approximations_accuracy.csv", index_col="model").to_dict("index")
     ratio, change = "WikiText-2 perplexity, ratio", "LAMBADA accuracy, change"
@@ -236,14 +197,14 @@ def accuracy(sources: Sources) -> list[Row]:
     for model, figures in paper.items():
         rows.append(row(f"{model}: {ratio}", round(figures["wikitext_ppl_4bit"] / figures["wikitext_ppl_fp16"], 3)))
         rows.append(row(f"{model}: {change}", round(figures["lambada_acc_4bit"] - figures["lambada_acc_fp16"], 3)))
-    if measured := sources.rows("precisions"):
+    if measured := stored_rows("precisions"):
         fp16, packed = measured["fp16"], measured["4bit"]
         rows.append(row(f"smollm2-135m: {ratio}", measured=round(packed["perplexity"] / fp16["perplexity"], 3)))
         rows.append(row(f"smollm2-135m: {change}", measured=round(packed["accuracy"] - fp16["accuracy"], 3)))
     return rows
 
 
-def subscenarios(sources: Sources) -> list[Row]:
+def subscenarios() -> list[Row]:
     """OPT-30B's minutes for each run entry, padded as in the paper, by the policy that the search finds."""
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "helm_subscenarios_opt_iml_30b_T4.csv").to_dict("records"):
@@ -253,7 +214,7 @@ def subscenarios(sources: Sources) -> list[Row]:
     return rows
 
 
-def data_wrangling(sources: Sources) -> list[Row]:
+def data_wrangling() -> list[Row]:
     """Seconds of each task, by the policy that the search finds."""
     rows: list[Row] = []
     lines = pd.read_csv(PAPER / "data_wrangling_T4.csv").to_dict("records")
@@ -265,9 +226,9 @@ def data_wrangling(sources: Sources) -> list[Row]:
     return rows
 
 
-def mixed_lengths(sources: Sources) -> list[Row]:
+def mixed_lengths() -> list[Row]:
     """Tokens that were asked for, over tokens that were computed: padding is the rest."""
-    tasks = (sources.result("clients") or {"tasks": []})["tasks"]
+    tasks = stored_result("clients")["tasks"]
     measured = {f"{task['name']} abstract_algebra": task["prompts"]["efficiency"] for task in tasks}
     return [
         row(line["task"], line["efficiency"], measured=measured.get(line["task"]))
@@ -275,7 +236,7 @@ def mixed_lengths(sources: Sources) -> list[Row]:
     ]
 
 
-def devices(sources: Sources) -> list[Row]:
+def devices() -> list[Row]:
     return on_devices(load_profile("t4"))
 
 
@@ -300,7 +261,7 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
     return rows
 
 
-def network(sources: Sources) -> list[Row]:
+def network() -> list[Row]:
     """OPT-30B offloaded on one T4, and by Petals over four of them."""
     petals = pd.read_csv(PAPER / "petals_512_T4.csv", index_col="model").tokens_per_s_of_one_gpu
     offloaded = {**_predicted(_main_line("FlexGen", "opt-30b")), "label": "offloading"}
@@ -314,9 +275,13 @@ def _evaluated() -> list[Row]:
 
 def _main_line(system: str, model: str) -> Row:
     """Return the line of a system and model in the throughput table."""
-    wanted = ("throughput_512", system, model)
-    (line,) = (line for line in _evaluated() if (line["table"], line["system"], line["model"]) == wanted)
+    (line,) = _lines(table="throughput_512", system=system, model=model)
     return line
+
+
+def _lines(**wanted: str) -> list[Row]:
+    """Return the evaluated lines that have these values."""
+    return [line for line in _evaluated() if wanted.items() <= line.items()]
 
 
 @cache

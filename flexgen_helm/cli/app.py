@@ -12,7 +12,6 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.batch import batch
-from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
@@ -21,7 +20,6 @@ from flexgen_helm.cli.entries import entries
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
 from flexgen_helm.cli.models import convert, fetch, models
-from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan, profile
 from flexgen_helm.cli.quickstart import quickstart
 from flexgen_helm.cli.report import compare, report
@@ -94,9 +92,7 @@ _add("Plan", profile)
 _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))
-_add("Without HELM", with_engine_flags(perplexity))
 _add("Without HELM", with_engine_flags(divergence))
 _add("Without HELM", with_engine_flags(batch))
 _add("This installation", doctor)
 _add("This installation", clean)
-_add("This installation", with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-import re
+import os
+import shutil
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import psutil
 import typer
 
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.cli.engine_flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, size
+from flexgen_helm.locks import InUseError, locked, path_key
 
 _DAY_S = 86_400.0
+# Folders whose names begin with a point are rests of a conversion, or of a removal.
+_STORED = (
+    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "*/.*.removed"
+)  # fmt: skip
+
+
+@dataclass
+class StoredItem:
+    """A folder or file that can be removed as a whole.
+
+    name: path below the state folder, or the whole path in another offload directory.
+    last_used: seconds since 1970, as far as the file system notes it.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int
+    last_used: float
+    is_in_use: bool
+    is_removed: bool = False
 
 
 def clean(
@@ -36,54 +63,98 @@ def clean(
     """List stored weights and answers with their size and last use; remove those that are named, with --yes.
 
     All of it can be made again: answers by computing, conversions by convert, offloaded weights by the next run. What
-    a running process uses is never removed. Nothing else removes it either.
+    a process of this machine uses is never removed. Nothing else removes it either.
 
     Example:
       flexgen-helm clean 'offload/*' --older-than 30 --yes
     """
-    from flexgen_helm import stored_files
-    from flexgen_helm.checkpoint.paths import state_dir
-
-    home = state_dir()
-    items = stored_files.stored_items(home, offload_dir)
-    if names:
-        items = stored_files.select(items, names)
-    if older_than is not None:
-        items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
     if yes and not names and older_than is None:
         raise UsageError("--yes removes what is named; name it as flexgen-helm clean lists it, or give --older-than")
-    removed, refusals = [], []
+    home = state_dir()
+    items = sorted(stored_items(home, offload_dir), key=lambda item: (-item.num_bytes, item.name))
+    for pattern in names or ():
+        if not any(fnmatchcase(item.name, pattern) for item in items):
+            raise UsageError(f"nothing is stored under the name {pattern}; flexgen-helm clean lists what there is")
+    if names:
+        items = [item for item in items if any(fnmatchcase(item.name, pattern) for pattern in names)]
+    if older_than is not None:
+        items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
     for item in items if yes else ():
-        try:
-            stored_files.remove(item, home)
-            removed.append(item)
-        except FlexgenError as error:
-            refusals.append(f"flexgen-helm: {error}")
+        remove(item, home)
     if as_json:
-        rows = [{**asdict(item), "path": str(item.path), "is_removed": item in removed} for item in items]
-        print_json({"home": str(home), "items": rows})
-    elif items:
-        _show(items, removed)
-        total = sum(item.num_bytes for item in removed or items)
-        done = "freed" if removed else "in all"
-        say(f"{count(len(removed or items), 'item')}, {size(total)} {done}; names are folders and files in {home}")
+        print_json({"home": str(home), "items": [{**asdict(item), "path": str(item.path)} for item in items]})
     else:
-        say(f"Nothing of this is stored in {home}.")
-    if not yes and (names or older_than is not None) and items:
-        refusals.append("Nothing was removed; the same command with --yes removes these.")
-    for refusal in refusals:
-        say(refusal)
-    raise typer.Exit(int(yes and bool(refusals)))
+        rows = [(size(item.num_bytes), _age(item), _state(item), item.name) for item in items]
+        width = max([output().width, *(44 + len(item.name) for item in items)])  # names are copied
+        print_rows(["size", "last use", "state", "name"], rows, width=width)
+        say(f"{count(len(items), 'item')}, {size(sum(item.num_bytes for item in items))}; names are paths in {home}")
+    if items and not yes and (names or older_than is not None):
+        say("Nothing was removed; the same command with --yes removes these.")
+    raise typer.Exit(int(yes and not all(item.is_removed for item in items)))
 
 
-def _show(items: list[Any], removed: list[Any]) -> None:
-    """Print one line an item; where room is short, * stands for most of a hash in its name, as it does in [NAME]."""
-    rows, width = [], output().width
-    for item in items:
-        days = int((time.time() - item.last_used) // _DAY_S)
-        kind = f"{item.kind} of {item.model}" if item.model else item.kind
-        kind += ", removed" if item in removed else ", in use" if item.is_in_use else ""
-        name = item.name if width > 140 else re.sub(r"([0-9a-f]{8})[0-9a-f]{24}.*(?=.{8})", r"\1*", item.name)
-        rows.append((size(item.num_bytes), f"{count(days, 'day')} ago" if days > 0 else "today", kind, name))
-    width = max(width, 11 + max(len(row[-1]) for row in rows))
-    print_rows(["size", "last use", "what", "name"], rows, ("last use", "what"), width)
+def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[StoredItem]:
+    """Yield what can be removed; offload_dir: another than the one in `home`."""
+    open_files: set[str] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # what may not be seen
+            open_files |= {file.path for file in process.open_files()}
+    found = [path for pattern in _STORED for path in home.glob(pattern)]
+    found += [path for pattern in ("weights-*", "run-*") for path in (offload_dir or home / "nowhere").glob(pattern)]
+    for path in found:
+        if path.is_symlink() or path.suffix == ".lock":
+            continue
+        statuses = []
+        with ExitStack() as stack:
+            is_in_use = not _lock(stack, path, home)
+        for file in (path, *path.rglob("*")):
+            with suppress(OSError):  # it goes away meanwhile
+                statuses += [file.stat()] if file.is_file() else []
+        yield StoredItem(
+            name=str(path.relative_to(home)) if path.is_relative_to(home) else str(path),
+            path=path,
+            num_bytes=sum(status.st_blocks * 512 for status in statuses),
+            last_used=max((max(status.st_atime, status.st_mtime) for status in statuses), default=0.0),
+            is_in_use=is_in_use or any(f"{file}/".startswith(f"{path}/") for file in open_files),
+        )
+
+
+def _lock(stack: ExitStack, path: Path, home: Path) -> bool:
+    """Hold the locks beside it, those of engines, downloads and conversions; False where a process has one."""
+    target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
+    locks = [path.with_suffix(".lock"), home / "locks" / f"convert-{path_key(target)}.lock"]
+    if path.name.startswith("weights-"):
+        locks += [path.parent / ".lock", *path.parent.glob("run-*.lock")]
+    try:
+        for lock in filter(Path.exists, locks):
+            stack.enter_context(locked(lock, timeout=0))
+    except (OSError, InUseError):
+        return False
+    return True
+
+
+def remove(item: StoredItem, home: Path) -> None:
+    """Remove an item that no process uses. Raises `FlexgenError` if it cannot be removed."""
+    with ExitStack() as stack:
+        if item.is_in_use or not _lock(stack, item.path, home):
+            return
+        try:
+            if item.path.is_dir():  # renamed first: what is half removed is never taken for whole
+                doomed = item.path.with_name(f".{item.path.name}.removed")
+                shutil.rmtree(doomed, ignore_errors=True)
+                os.rename(item.path, doomed)
+                shutil.rmtree(doomed)
+            else:
+                item.path.unlink()
+        except OSError as error:
+            raise FlexgenError(f"{item.path} cannot be removed: {error.strerror}") from error
+    item.is_removed = True
+
+
+def _age(item: StoredItem) -> str:
+    days = int((time.time() - item.last_used) // _DAY_S)
+    return f"{count(days, 'day')} ago" if days > 0 else "today"
+
+
+def _state(item: StoredItem) -> str:
+    return "removed" if item.is_removed else "in use" if item.is_in_use else ""

@@ -52,16 +52,10 @@ def _machines() -> Iterable[str]:
     return ("measured", *shipped_profiles())
 
 
-def _benchmarks() -> Iterable[str]:
-    from flexgen_helm.benchmarks import KNOWN
-
-    return KNOWN
-
-
 # A name of the catalog; a shell completes folders and files by itself.
 complete_model = _completing(_models)
 complete_helm_models = _completing(lambda: map("flexgen/{}".format, _models()))
-complete_hardware, complete_benchmark = _completing(_machines), _completing(_benchmarks)
+complete_hardware = _completing(_machines)
 
 
 ENGINE_FLAGS = tuple(flag.name for _, flag in FLAGS.values())

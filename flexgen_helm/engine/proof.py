@@ -217,7 +217,7 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
     elif cache is not None and not has_packed_steps(cache):
         why = f"attention to the KV cache of {model.precision.name} follows the batch; take 4bit, 8bit or fp16"
     elif not can_attend_caches(model.device, torch.float32) or not multiplies_as_stored(torch.float16):
-        why = "compiled loops do not work here (flexgen-helm doctor says why), and PyTorch's sums follow the batch"
+        why = "compiled loops do not work here, and PyTorch's sums follow the batch"
     elif not _sums_alike(checkpoint.config.vocab_size):
         why = "PyTorch's sums over the vocabulary follow the batch"
     elif checkpoint.config_content is not None and not _is_proving.get():

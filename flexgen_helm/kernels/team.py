@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flexgen_helm.errors import LoopError
 
+_TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 # How far a thread is with its part of a loop.
 BEGUN, DONE = 1, 2
 # What compiled loops call the types of stored elements.
@@ -66,17 +67,35 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
         )
 
 
+def stay_alone() -> None:
+    """Let PyTorch's operations of the calling thread, which is no engine's, run on it alone; for thread pools.
+
+    OpenMP counts the threads of all teams in a process. As soon as a second thread has a team, they exceed the cores,
+    and all teams sleep instead of spinning: each operation of the engine begins 50 us later, not 7.
+    """
+    torch.get_num_threads()  # sets this thread's number the first time
+    if (alone := _omp_set_num_threads()) is not None:
+        alone(1)
+
+
 @cache
 def _function(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @cache
+def _omp_set_num_threads() -> Callable[[int], None] | None:
+    try:
+        return ctypes.CDLL(str(_TORCH_CPU)).omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
 def _openmp() -> tuple[Callable[..., None], int, int] | None:
     """Find `GOMP_parallel` among the libraries that PyTorch has loaded, and the addresses of what counts threads."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        loaded = ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(_TORCH_CPU))
         parallel = loaded.GOMP_parallel
         counts = loaded.omp_get_thread_num, loaded.omp_get_num_threads
     except (OSError, AttributeError):

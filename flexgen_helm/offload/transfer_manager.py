@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.files import exact_size
+from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.staging import Ledger, pages
 from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, TransferStats
@@ -345,7 +346,7 @@ class TransferManager:
                 done.set_exception(error)
             return done
         if name not in self._threads:
-            self._threads[name] = ThreadPoolExecutor(threads, thread_name_prefix=name)
+            self._threads[name] = ThreadPoolExecutor(threads, name, stay_alone)
         return self._threads[name].submit(transfer)
 
     def store_async(self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]) -> Future[Result]:

@@ -121,7 +121,6 @@ def test_a_bad_link_is_refused(link):
         ["generate", "no-such-model", "--prompts", os.devnull],
         ["fetch", "no-such-model"],
         ["models", "--json", "--csv"],
-        ["bench", "clients", "--device", "cpu"],
     ],
 )
 def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
@@ -236,53 +235,12 @@ def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == f"{tmp_path}\n"
 
 
-@pytest.mark.parametrize("command", ["profile", "bench"])
-def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path, command):
-    import flexgen_helm.benchmarks
+def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path):
     from flexgen_helm.engine import machine_profile
     from flexgen_helm.hardware.profile import load_profile
 
-    result = {"name": "measured", "rows": [], "ratios": {}}
     monkeypatch.setattr(machine_profile, "measured_profile", lambda **settings: load_profile("laptop"))
-    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
-    arguments = {"profile": [], "bench": ["any", "--json"]}[command]
-    assert cli.main([command, *arguments, "--out", str(tmp_path)]) == 1
+    assert cli.main(["profile", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)
     assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
-
-
-@pytest.mark.parametrize("flags", [["--measure"], ["--gen-len", "9"]])
-def test_flags_of_bench_paper_are_refused_elsewhere(monkeypatch, capsys, flags):
-    import flexgen_helm.benchmarks
-
-    asked = []
-    result = {"name": "measured", "rows": [], "ratios": {}}
-    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: asked.append(options) or result)
-    assert cli.main(["bench", "kernels", *flags]) == 2
-    assert f"bench kernels has no {flags[0]}" in capsys.readouterr().err and not asked
-    assert cli.main(["bench", "paper", *flags]) == 0
-    assert (asked[0].measure, asked[0].gen_len) in ((True, None), (False, 9))
-
-
-def test_the_help_of_bench_names_every_benchmark(capsys):
-    from flexgen_helm.benchmarks import KNOWN
-
-    assert cli.main(["bench", "--help"]) == 0
-    listed = capsys.readouterr().out.split("Benchmarks:")[1].split("Arguments")[0]
-    assert {line.split()[0] for line in listed.splitlines() if line.startswith("   ") and line.strip()} == set(KNOWN)
-
-
-def test_bench_prints_a_table_or_csv(monkeypatch, capsys):
-    import flexgen_helm.benchmarks
-
-    rows = [{"label": "ours", "median": 2.0, "n": 3, "seconds": [1.0, 2.0, 3.0]}]
-    result = {"name": "measured", "rows": rows, "ratios": {"theirs_over_ours": 1.5}, "notes": ["[quiet]"]}
-    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
-    assert cli.main(["bench", "any"]) == 0
-    shown = capsys.readouterr().out
-    assert "measured" in shown and "theirs over ours: 1.50x" in shown and "[quiet]" in shown
-    assert cli.main(["bench", "any", "--csv"]) == 0
-    assert capsys.readouterr().out == "label,median,n\nours,2.0,3\n"
-    assert cli.main(["bench", "any", "--csv", "--json"]) == 2
-    assert "exclude each other" in capsys.readouterr().err

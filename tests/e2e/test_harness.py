@@ -1,8 +1,8 @@
 """LAMBADA and WikiText-2 of a real model beside lm-evaluation-harness, passage by passage.
 
-`data/lm_eval_reference.json` holds what lm_eval 0.4.13 answered for the first passages and pages (`flexgen-helm bench
-accuracy` says how it was called): numbers only. One number of each kind is computed anew by `transformers` here, so
-that the file cannot be wrong unnoticed.
+`data/lm_eval_reference.json` holds what lm_eval 0.4.13 answered for the first passages and pages
+(`benchmarks/accuracy.py` says how it was called): numbers only. One number of each kind is computed anew by
+`transformers` here, so that the file cannot be wrong unnoticed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
+from tests.helpers.offload import tiers_of
 
 SIZE = 16 * ALIGNMENT
 # Of 16 pages.
@@ -76,3 +77,15 @@ def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, t
     assert slow == plain
     moved = sum(record["bytes"]["disk_to_cpu"].values())
     assert moved > 0 and record["latency_s"] >= moved / 0.05e9
+
+
+def test_operations_of_transfers_run_on_their_thread_alone(tmp_path):
+    """A second team of OpenMP's threads would let all of them sleep between the operations of the engine."""
+    main = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        manager = tiers_of(tmp_path)
+        inside = [manager.submit(name, torch.get_num_threads).result() for name in ("weights", "cache in")]
+        assert (inside, torch.get_num_threads()) == ([1, 1], 4)
+    finally:
+        torch.set_num_threads(main)

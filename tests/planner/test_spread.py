@@ -45,7 +45,7 @@ def test_a_longer_time_is_a_lower_rate():
 
 
 def test_runs_of_a_corrected_profile_are_within_its_range():
-    """`bench policy` as stored: ten policies of two devices."""
+    """`benchmarks.policy` as stored: ten policies of two devices."""
     stored = json.loads((ROOT / "benchmarks/results/policy_cpu_2core_amd_epyc.json").read_text())
     ratios = [row["median"] / row["predicted_s"] for row in stored["rows"] if row.get("predicted_s")]
     assert len(ratios) == 10 and all(map(LEARNT.holds, ratios))

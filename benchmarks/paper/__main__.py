@@ -1,0 +1,14 @@
+"""`python -m benchmarks.paper [TABLE]`: the page, or one of its tables."""
+
+from __future__ import annotations
+
+import sys
+
+from flexgen_helm.benchmarks.paper.page import page
+from flexgen_helm.errors import UsageError
+
+if __name__ == "__main__":
+    try:
+        print(page(*sys.argv[1:2]), end="")
+    except UsageError as error:
+        sys.exit(f"error: {error}")
