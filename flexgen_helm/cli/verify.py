@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ from flexgen_helm.report.verification import (
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, fetch_model, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, LoneService, Service, request_key
+from flexgen_helm.terminal import fill_for
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -143,7 +145,8 @@ def verify(
         )
     else:
         said = [*map(_describe, different), _sentence(checked, bound, manifest, is_bundle)]
-        print("\n".join([*said, *_on_scores(scores, sum(part.check_scores is not None for part in recorded))]))
+        said += _on_scores(scores, sum(part.check_scores is not None for part in recorded))
+        print(fill_for(sys.stdout, "\n".join(said)))
     if different or (scores and scores.differences):
         if bundle is not None:
             say(f"{bundle} is not written, because something differs")
@@ -359,8 +362,8 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
     if len(wrong) > _SHOWN:
         lines.append(f"… and {len(wrong) - _SHOWN:,} more")
     if not wrong:
-        what = f"{count(parts, 'run')}"
-        lines.append(f"scores, questions and references of {what}, made again, are equal")
+        said = f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
+        lines.append(said + (" as far as they were checked" if found.unchecked else ""))
     return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
 
 

@@ -134,12 +134,14 @@ def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
         return None
     here = json.loads(json.dumps(asdict_without_nones(made)))
     here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
-    parts = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, here))
-    differing = disagreements(f"{run.name}, {FIRST_FILE}", *parts)
-    if differing and not entry:  # a run's name lacks some of what its entry says
-        found.not_checked(f"questions and scores of {run.name}", differing[0])
-        return None
-    found.differences += differing
+    file = f"{run.name}, {FIRST_FILE}"
+    if not entry and (asks := disagreements(file, theirs, here["adapter_spec"])):
+        # The name of a run lacks some of what its entry says of prompts.
+        found.not_checked(f"whether HELM asks {run.name} so", asks[0])
+        here["adapter_spec"] = theirs
+        made = replace(made, adapter_spec=from_json(json.dumps(theirs), type(made.adapter_spec)))
+    old, new = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, here))
+    found.differences += disagreements(file, old, new)
     if made.annotators:
         found.not_checked(f"judgements of answers in {run.name}", "another model made them")
     return made
@@ -207,10 +209,11 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
         try:
             service = _NoService(runner.executor.context)
             result = create_metric(metric).evaluate(state, service, runner.eval_cache_path, 1)
-        except _ABSENT as error:
-            absent.append(f"{name}: {one_line(error)}")
         except Exception as error:  # of any metric, for answers that HELM did not write
-            found.differences.append(f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})")
+            if isinstance(error, _ABSENT) or type(error) is LookupError:  # of nltk
+                absent.append(f"{name}: {one_line(error)}")
+            else:
+                found.differences.append(f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})")
         else:
             made.aggregated_stats.extend(result.aggregated_stats)
             made.per_instance_stats.extend(result.per_instance_stats)
@@ -222,8 +225,7 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
         content = json.loads((run.folder / file).read_bytes())
         recorded = _by_name(content if file == LAST_FILE else [{"stats": content}])
         computed = _by_name(json.loads(json.dumps(rows)))
-        if absent:
-            names = sorted({name.split()[0] for name in recorded.keys() - computed})
+        if absent and (names := sorted({name.split()[0] for name in recorded.keys() - computed})):
             found.not_checked(f"{', '.join(names)} of {run.name}, {file}", "; ".join(absent))
             recorded = {name: value for name, value in recorded.items() if name in computed}
         found.differences += disagreements(f"{run.name}, {file}", recorded, computed, _TOLERANCE)
@@ -242,7 +244,7 @@ def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
 
 def _by_name(rows: Iterable[State]) -> dict[str, State]:
     """Return the numbers of statistics by what they are of."""
-    found = {}
+    found: dict[str, State] = {}
     for row in rows:
         of = "".join(f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation"))
         for stat in row["stats"]:
