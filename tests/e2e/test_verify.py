@@ -248,6 +248,28 @@ def test_of_a_run_whose_data_is_not_here_the_digest_is_compared(verify_scores, s
     assert code == 1 and "exact_match test.mean is 1.0 in the file, and 0.0 made again" in said
 
 
+def test_of_a_run_of_helm_run_the_name_is_the_entry(verify_scores, suite):
+    name = changed(suite, put("entry", None), RECORD, CLASS)
+    code, said = verify_scores(name)
+    assert code == 0 and "not checked" not in said
+    (run,) = suite.with_name(name).iterdir()
+    for file in (SPEC, STATS):
+        content = json.loads((run / file).read_text())
+        perfect(content) if file == STATS else put("adapter_spec.output_prefix", "Say: ")(content)
+        (run / file).write_text(json.dumps(content))
+        code, said = verify_scores(name)
+        # With another prefix HELM makes other prompts.
+        assert code == 1 and "request.prompt is '" in said and "not checked: whether HELM asks simple_class" in said
+
+
+def test_a_metric_that_asks_a_service_is_named(verify_scores, suite, monkeypatch):
+    metric = "helm.benchmark.metrics.basic_metrics.InstancesPerSplitMetric"
+    monkeypatch.setattr(f"{metric}.evaluate", lambda self, state, service, *_: service.get_toxicity_scores(None))
+    code, said = verify_scores(changed(suite, lambda content: None, of=CLASS))
+    assert code == 0 and "not checked: num_instances of simple_classification:model=flexgen_tiny" in said
+    assert "stats.json (InstancesPerSplitMetric: it asks another model or a service)" in said
+
+
 def test_files_that_are_cut_or_not_there(verify_scores, suite):
     name = changed(suite, lambda content: None)
     (run,) = suite.with_name(name).iterdir()
