@@ -213,10 +213,16 @@ def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
     )
     done = run("verify", bundle)
     assert done.returncode == 0 and done.stdout.startswith(f"{count} of {count} answers equal to the bit"), done.stderr
-    done = run("verify", path, "--sample", "100%", "--with", "transformers")
+    done = run("verify", path, "--sample", "100%", "--with", "transformers", program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{count} of {count} answers equal within 0.001 of each sum (by transformers in float32; the" in done.stdout
-    assert f"not checked: scores, questions and right answers of {CHOICES}, " in done.stdout  # tasks are not found
+
+
+def test_of_tasks_that_are_not_here_scores_are_not_checked(verify, evaluated, folder):
+    (folder / "tasks").rename(folder / "elsewhere")
+    code, said = verify(evaluated, "--sample", "1")
+    (folder / "elsewhere").rename(folder / "tasks")
+    assert code == 0 and "not checked: scores, questions and right answers of choices, " in said
 
 
 def _put(*path):
