@@ -42,8 +42,9 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
     for numbers in (*fmt.scales, *fmt.offsets, fmt.codes):
         if numbers.floating in _NOT_FINITE:
             mask = _NOT_FINITE[numbers.floating]
-            highest = numbers.parts[-1].bytes  # one behind another
-            found = bool((blocks[:, highest[0] : highest[-1] + 1] & mask).eq(mask).any())
+            first, *more = numbers.parts[-1].bytes  # of the highest bits, at equal distances
+            step = more[0] - first if more else 1
+            found = bool((blocks[:, first : (first, *more)[-1] + 1 : step] & mask).eq(mask).any())
         else:
             can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
             found = bool(can_be) and not bool(numbers_of(blocks, numbers).isfinite().all())
