@@ -348,9 +348,9 @@ def _describe(checked: Checked) -> str:
     where, old, new = checked["differences"][0]
     return (
         f"{short(checked['name'])} differs at {short(where)}, numbers by up to {checked['largest_difference']:.3g}\n"
-        f"  prompt    {short(checked['prompt'])}\n"
-        f"  recorded  {short(old)}\n"
-        f"  computed  {short(new)}"
+        f"  prompt    {short(checked['prompt'], 66)}\n"
+        f"  recorded  {short(old, 66)}\n"
+        f"  computed  {short(new, 66)}"
     )
 
 

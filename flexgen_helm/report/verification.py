@@ -21,8 +21,6 @@ from flexgen_helm.response_cache import decode_result, encode_result
 
 T = TypeVar("T")
 CONFIDENCE = 0.95
-# Characters that are shown of a value.
-_SHOWN = 90
 _LIMIT = 1 << 28
 
 
@@ -199,10 +197,10 @@ def one_line(value: object) -> str:
     return " ".join(str(value).split())[:200] or type(value).__name__
 
 
-def short(value: object) -> str:
+def short(value: object, most: int = 90) -> str:
     """Return the beginning of a value, without what a terminal obeys."""
     shown = "nothing" if value is None else repr(value)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
