@@ -66,16 +66,19 @@ def import_lock(*packages: str) -> Iterator[None]:
         yield
 
 
-def computed_ahead(function: Callable[[T], R], items: Sequence[T], most_threads: int) -> Iterator[R]:
+def computed_ahead(
+    function: Callable[[T], R], items: Sequence[T], most_threads: int, begin: Callable[[], object] | None = None
+) -> Iterator[R]:
     """Yield function(item) of each item in order; threads, one a core at most, compute the next ones meanwhile.
 
     most_threads: at most so many results, and one more, wait unread.
+    begin: is called by each of these threads first.
     """
     threads = min(most_threads, len(os.sched_getaffinity(0)), len(items))
     if threads < 2:
         yield from map(function, items)
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="ahead") as pool:
+    with ThreadPoolExecutor(threads, "ahead", begin) as pool:
         waiting: deque[Future[R]] = deque()
         try:
             for item in items:

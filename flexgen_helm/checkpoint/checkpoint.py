@@ -10,30 +10,35 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_helm.checkpoint.published import FillRows, read_blocks, read_bytes
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows
+from flexgen_helm.checkpoint.published import FillRows, filler
+from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredPlane, StoredRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
+from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
 
+if TYPE_CHECKING:
+    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+
+# Types that a tensor can have without scales.
+FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
 _MAX_FLOAT16_ERROR = 2.0**-9
 # Elements of this quadratic mean or more lose less in float16: at most 2^-25, or 2^-11 of themselves, each.
 _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
-_FLOATS = "F16", "BF16", "F32", "F64"
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
 MOST_THREADS = 4  # that read a tensor; each holds a tile
@@ -70,6 +75,7 @@ class Checkpoint(ABC):
     ignored_settings: Mapping[str, Any] = MappingProxyType({})
     origin: str = ""
     as_float16: bool = False
+    _tensors: Mapping[str, MatchedTensor] = MappingProxyType({})
 
     @property
     @abstractmethod
@@ -80,9 +86,9 @@ class Checkpoint(ABC):
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the tensor's elements in the file's order, as flat floating-point tensors of about a tile."""
 
-    @abstractmethod
     def _title(self, name: str) -> str:
         """File and tensor, for messages."""
+        return self._tensors[name].stored.title
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what turns the file's order of elements into ours; None if they are the same."""
@@ -114,34 +120,71 @@ class Checkpoint(ABC):
         self, name: str, memory: Callable[[int, int], torch.Tensor], dtype: torch.dtype = torch.float32
     ) -> Iterator[torch.Tensor]:
         """Read tiles to memory of their rows [count, row bytes]."""
-        (num_rows, width), fmt, parts = self.shapes[name], self.formats[name], self.published_rows(name)
-
-        def gather(start: int, out: torch.Tensor) -> None:
-            read_blocks(parts, start, out.view(len(out), -1, fmt.block_bytes), partial(read_bytes, self._title(name)))
-
+        width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
         done = 0
-        for rows, fill in [(range(num_rows), gather)] if parts else self._laid_out(name):
+        for stored, rows in self._stored(name)[0]:
+            assert stored.published is not None
+            fill = filler(stored.published, title)
 
             def read(tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill) -> torch.Tensor:
                 packed = memory(at + tile[0], tile[1])
                 fill(tile[0], packed)
                 if not_finite(packed, fmt):
-                    wrong = "contains a value that is not finite; fetch the model again"
-                    raise CheckpointError(f"{self._title(name)} {wrong}")
+                    raise CheckpointError(f"{title} contains a value that is not finite; fetch the model again")
                 if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
                     self._require_finite(name, decode(packed, fmt).view(-1))
                 return packed.view(-1)
 
-            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS)
+            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, stay_alone)
             done += len(rows)
 
-    def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
-        return ()
+    def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
+        """Return the rows of files that are a matrix, and whether they are [in, out]; none of dummy weights."""
+        tensor = self._tensors.get(name)
+        return ([], False) if tensor is None else ([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
-    def _laid_out(self, name: str) -> Iterable[tuple[range, FillRows]]:
-        """Yield rows of stored tensors that are the next ones of a matrix, and what makes their bytes."""
-        raise NotImplementedError
+    def _published_formats(self) -> dict[str, BlockFormat]:
+        """Return the formats of the matrices that rest as published."""
+        found = {}
+        for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
+            parts, transposed = self._stored(name)
+            formats = {
+                published.fmt if (published := stored.published) and published.transposed == transposed else None
+                for stored, _ in parts
+            }
+            fmt = formats.pop() if len(formats) == 1 else None
+            if fmt is not None and fmt.has_loop:
+                found[name] = fmt
+        return found
+
+    def stored_rows(self, name: str) -> Sequence[StoredRows]:
+        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
+        parts, transposed = self._stored(name)
+        if name in self.formats:
+            return [StoredRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
+        size = self.storage_dtype.itemsize
+        in_place = [
+            StoredRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
+            for stored, rows in parts
+            for part in stored.parts[:1]
+            # The header of an old file may have any length.
+            if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
+        ]
+        return in_place if len(in_place) == len(parts) and self._reordering(name) is None else ()
+
+    @property
+    def expanded(self) -> Mapping[str, tuple[int, int]]:
+        """Stored type -> bytes of quantized matrices that do not rest as published: in files, and in 16 bits."""
+        found: dict[str, tuple[int, int]] = {}
+        for name in (name for name, shape in self.shapes.items() if len(shape) == 2 and name not in self.formats):
+            parts, _ = self._stored(name)
+            elements = prod(self.shapes[name]) // max(1, len(parts))
+            for stored, _ in parts:
+                if not stored.is_plain:
+                    kind, size = stored.parts[0].dtype, sum(part.size for part in stored.parts)
+                    in_files, in_16_bits = found.get(kind, (0, 0))
+                    found[kind] = in_files + size * elements // prod(stored.shape), in_16_bits + 2 * elements
+        return found
 
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in order."""
@@ -155,7 +198,7 @@ class Checkpoint(ABC):
         elements: Counter[str] = Counter()
         for dtype, shape in tensors:
             elements[dtype] += prod(shape) if len(shape) > 1 else 0
-        kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in _FLOATS) else "F16"
+        kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in FLOAT_TYPES) else "F16"
         self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
         rounded = {dtype: number for dtype, number in elements.items() if number and dtype not in ("", kept)}
         self.rounded = {dtype: number / sum(elements.values()) for dtype, number in rounded.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -12,30 +13,24 @@ import gguf
 import numpy as np
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import MOST_THREADS, Checkpoint, row_tiles
+from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, Checkpoint
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows, plain_tensor
 from flexgen_helm.checkpoint.stored_tensors import (
-    MatchedTensor,
-    PublishedRows,
+    PublishedTensor,
     StoredPlane,
     StoredTensor,
     joined,
     match_tensors,
 )
-from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
-from flexgen_helm.quant.formats import BLOCK_FORMATS, BlockFormat
+from flexgen_helm.quant.formats import BLOCK_FORMATS
 
-# `gguf` dequantizes these from elements of their own type, all others from bytes.
-_ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
-# `gguf` dequantizes 16 rows at a time: neighbouring rows that together have about so many elements count as one.
-_ROW_ELEMENTS = 8192
 # The divisor of each rotary frequency, by architecture; the first that a file has is used.
 _SHORT_FACTORS = "rope_factors_short.weight"
 _ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT_FACTORS,)}
@@ -67,7 +62,7 @@ class GgufCheckpoint(Checkpoint):
         metadata = {
             **header.metadata,
             "tensor_names": frozenset(tensors),
-            "rope_factors": () if factors is None else tuple(_dequantize(factors, 0, 1).tolist()),
+            "rope_factors": () if factors is None else tuple(_whole(factors).tolist()),
         }
         read = architecture.read_gguf or architecture.read_config
         self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
@@ -90,8 +85,7 @@ class GgufCheckpoint(Checkpoint):
                 f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
                 f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
             )
-        formats = {name: _format(matched) for name, matched in self._tensors.items()}
-        self.formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
+        self.formats = self._published_formats()
         types = {name: "" if name in self.formats else matched.stored.dtype for name, matched in self._tensors.items()}
         self._choose_type((dtype, self.shapes[name]) for name, dtype in types.items())
 
@@ -99,14 +93,8 @@ class GgufCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         return content_fingerprint(self._parts)
 
-    def _title(self, name: str) -> str:
-        return self._tensors[name].stored.parts[0].title
-
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        tensor = self._tensors[name]
-        read = tensor.stored.prepare()
-        parts = [*row_tiles(tensor.rows, tensor.stored.width)]
-        yield from computed_ahead(lambda part: read(*part), parts, MOST_THREADS)
+        return self._tensors[name].stored.tiles(self._tensors[name].rows)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         order = self.order(name)
@@ -119,13 +107,6 @@ class GgufCheckpoint(Checkpoint):
             return None
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
         return torch.arange(self.shapes[name][0]).view(heads, -1, 2).transpose(1, 2).flatten()
-
-    def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        if (fmt := self.formats.get(name)) is None:
-            return ()
-        (stored,) = self._tensors[name].stored.parts
-        plane = StoredPlane(stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes)
-        return [PublishedRows(rows, (plane,)) for rows in self._tensors[name].rows]
 
 
 def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:
@@ -143,10 +124,11 @@ def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str
 
 
 def _require_known_type(tensor: StoredTensor) -> None:
+    if tensor.dtype in FLOAT_TYPES or tensor.dtype in BLOCK_FORMATS:
+        return
     try:
         kind = gguf.GGMLQuantizationType[tensor.dtype]
-        block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
-        gguf.quants.dequantize(block.view(_ELEMENT_TYPES.get(tensor.dtype, np.uint8)), kind)
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         raise UnsupportedArchitectureError(
             f"{tensor.title} has the type {tensor.dtype}, for which gguf {version('gguf')} has no dequantization; "
@@ -154,41 +136,43 @@ def _require_known_type(tensor: StoredTensor) -> None:
         ) from None
 
 
-def _format(matched: MatchedTensor) -> BlockFormat | None:
-    """Return the format of a matrix that rests as published: its rows are whole blocks."""
-    stored = matched.stored
-    fmt = BLOCK_FORMATS.get(stored.dtype) if stored.is_plain and len(stored.shape) > 1 else None
-    return fmt if fmt is not None and fmt.takes(stored.width) else None
-
-
 def _scale_of(name: str) -> str:
     return f"{name.removesuffix('.weight')}.scale"
 
 
-def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None) -> LogicalTensor:
-    """Return a tensor in float32; scale: of the whole matrix, or one for each expert."""
+def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> LogicalTensor:
+    """Return a tensor as it is, in blocks, or dequantized; scale: of the whole matrix, or one for each expert."""
+    tensor, fmt = plain_tensor(stored), BLOCK_FORMATS.get(stored.dtype)
+    if fmt is not None and len(stored.shape) > 1:
+        plane = StoredPlane(stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes)
+        tensor = replace(tensor, published=PublishedTensor(fmt, (plane,)))
+    elif stored.dtype not in FLOAT_TYPES:
+        tensor = replace(tensor, read=lambda: partial(_dequantize, stored))
+    if scale is None:
+        return tensor
+    unscaled, num_rows = tensor, tensor.num_rows
 
-    def prepare() -> ReadRows:
-        if len(stored.shape) == 1:
-            return lambda start, count: _dequantize(stored, 0, 1)[start : start + count]
-        if scale is None:
-            return lambda start, count: _dequantize(stored, start, count)
-        scales, num_rows = _dequantize(scale, 0, 1), prod(stored.shape[:-1])
+    def read() -> ReadRows:
+        scales, rows = _whole(scale), unscaled.reader()
         # One scale for all rows of a tile: a tile is of one expert, since each expert is read by itself.
-        return lambda start, count: _dequantize(stored, start, count).mul_(scales[start * len(scales) // num_rows])
+        return lambda start, count: rows(start, count).float() * scales[start * len(scales) // num_rows]
 
-    parts = (stored,) if scale is None else (stored, scale)
-    return LogicalTensor(stored.name, stored.shape, stored.dtype, parts, prepare)
+    return replace(tensor, parts=(stored, scale), published=None, read=read)
+
+
+def _whole(stored: StoredTensor) -> torch.Tensor:
+    """Return a vector."""
+    tensor = _logical_tensor(stored)
+    return torch.cat([*tensor.tiles([range(tensor.num_rows)])]).float()
 
 
 def _dequantize(stored: StoredTensor, start: int, count: int) -> torch.Tensor:
-    """Return `count` rows from `start` on, flat, in float32; a vector is one row."""
-    *leading, width = stored.shape
-    row_bytes = stored.size // prod(leading)
-    data = stored.read(start * row_bytes, count * row_bytes)
-    joined = next((rows for rows in range(_ROW_ELEMENTS // width, 1, -1) if count % rows == 0), 1)
-    quantized = np.frombuffer(data, dtype=_ELEMENT_TYPES.get(stored.dtype, np.uint8)).reshape(count // joined, -1)
+    """Return `count` rows from `start` on in float32, by the `gguf` package; elements of a vector, of whole blocks."""
+    row_bytes = stored.size // prod(stored.shape[:-1])
+    first, rows = (start, count) if len(stored.shape) > 1 else (0, 1)
+    data = np.frombuffer(stored.read(first * row_bytes, rows * row_bytes), dtype=np.uint8).reshape(rows, -1)
     # The check for finite values refuses what blocks with an infinite scale dequantize to.
     with np.errstate(all="ignore"):
-        values = gguf.quants.dequantize(quantized, gguf.GGMLQuantizationType[stored.dtype])
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
+        values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[stored.dtype])
+    values = values if len(stored.shape) > 1 else values[0, start : start + count]
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))

@@ -18,7 +18,6 @@ from flexgen_helm.checkpoint.quantized.config import Quantization, read_quantiza
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.files import closest, listed
 from flexgen_helm.models.config import ModelConfig, expert_of, tensor_shapes
-from flexgen_helm.quant.formats import scaled_format
 from flexgen_helm.quant.precisions import PRECISIONS, Precision, PublishedFormats, precision_named
 
 # What HELM's names of our models begin with.
@@ -207,30 +206,16 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
 
         return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
     quantization = _quantization(resolved)
-    if quantization is None or not (planned := _planned(quantization)):
+    if quantization is None:
         return named
-    codes, scale, group_size = planned
-    has_zero = codes.startswith("U") and not quantization.symmetric
     formats = {
         name: fmt
         for name, shape in tensor_shapes(read_model_config(resolved)[0]).items()
-        if len(shape) == 2 and name.startswith("layers.") and (codes != "FP4" or expert_of(name))
+        if len(shape) == 2 and name.startswith("layers.") and (quantization.method != "mxfp4" or expert_of(name))
         if not name.endswith(".router.weight") and not _is_ignored(name, quantization.ignored)
-        if (fmt := scaled_format(codes, scale, shape[1], group_size or shape[1], has_zero=has_zero)) is not None
+        if (fmt := quantization.planned_format(shape[1])) is not None
     }
-    return replace(named, published=PublishedFormats(formats, True))
-
-
-def _planned(quantization: Quantization) -> tuple[str, str, int] | None:
-    """Return codes, scales, and values of a scale (0: a row) of most files that a method has quantized."""
-    match quantization.method:
-        case "mxfp4":  # of experts alone
-            return "FP4", "F8_E8M0", 32
-        case "fp8":
-            return "F8_E4M3", "F32", 128
-        case "gptq" | "awq" | "compressed-tensors" if quantization.bits and not quantization.act_order:
-            return f"U{quantization.bits}", "F16", (*quantization.group_sizes, 0)[0]
-    return None
+    return replace(named, published=PublishedFormats(formats, bool(formats)))
 
 
 def _is_ignored(name: str, ignored: Iterable[str]) -> bool:

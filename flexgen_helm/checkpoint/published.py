@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows, StoredPlane
+from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredRows
 
 # Returns bytes of a file: so many, from an offset on.
 ReadBytes = Callable[[SourceFile, int, int], Tensor]
@@ -16,12 +16,22 @@ ReadBytes = Callable[[SourceFile, int, int], Tensor]
 FillRows = Callable[[int, Tensor], None]
 
 
-def read_bytes(title: str, file: SourceFile, offset: int, size: int) -> Tensor:
-    """Read bytes of a file; title: of the matrix, for messages."""
-    return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
+def filler(published: PublishedTensor, title: str) -> FillRows:
+    """Return what reads blocks of a tensor; title: of it, for messages."""
+    if published.lay_out is not None:
+        return published.lay_out()
+
+    def read(file: SourceFile, offset: int, size: int) -> Tensor:
+        return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
+
+    def fill(start: int, out: Tensor) -> None:
+        parts = [StoredRows(range(start, start + len(out)), published.planes)]
+        read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)
+
+    return fill
 
 
-def read_blocks(parts: Sequence[PublishedRows], first: int, out: Tensor, read: ReadBytes) -> None:
+def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: ReadBytes) -> None:
     """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from `first` on; parts: all of its rows."""
     done = 0
     for part in parts:
@@ -37,10 +47,13 @@ def read_blocks(parts: Sequence[PublishedRows], first: int, out: Tensor, read: R
 
 
 def _blocks(plane: StoredPlane, rows: range, blocks: int, read: ReadBytes) -> Tensor:
-    """Return what blocks of some rows have in a plane: [rows, blocks, bytes], or one dimension of 1."""
-    begin, end = rows.start // plane.same_rows, (rows.stop - 1) // plane.same_rows + 1
+    """Return what blocks of some rows have in a plane: [rows or 1, blocks or 1, bytes]."""
+    row = torch.arange(rows.start, rows.stop)
+    row = row // plane.matrix_rows * plane.rows + row % plane.matrix_rows // plane.same_rows
+    begin, end = int(row.min()), int(row.max()) + 1
     data = read(plane.file, plane.offset + begin * plane.row_bytes, (end - begin) * plane.row_bytes)
-    data = data.view(end - begin, -1, plane.block_bytes)
-    if plane.same_rows > 1 < end - begin:
-        data = data[torch.arange(rows.start, rows.stop) // plane.same_rows - begin]
+    stored = -(-blocks // plane.same_blocks)
+    data = data.view(end - begin, plane.row_bytes)[:, : stored * plane.block_bytes].unflatten(1, (stored, -1))
+    if 1 < end - begin < len(rows) or plane.rows == 0:
+        data = data[row - begin]
     return data if plane.same_blocks == 1 else data[:, torch.arange(blocks) // plane.same_blocks]

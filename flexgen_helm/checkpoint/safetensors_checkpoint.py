@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -21,23 +21,13 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
-from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, check_unread
-from flexgen_helm.checkpoint.quantized.proof import require_described_values
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import (
-    PublishedRows,
-    StoredPlane,
-    find_stored,
-    joined,
-    match_tensors,
-    read_header,
-)
+from flexgen_helm.checkpoint.stored_tensors import find_stored, joined, match_tensors, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
-from flexgen_helm.quant.formats import BlockFormat
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -62,10 +52,9 @@ class SafetensorsCheckpoint(Checkpoint):
         tensors = logical_tensors(stored, quantization, path)
         self._find(architecture, tensors, path)
         if quantization is not None:
-            require_described_values(tensors.values(), quantization)
-            self.formats = self._formats()
+            self.formats = self._published_formats()
         matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
-        self.gathers = bool(self.formats) or any(len(self._stored_rows(name)[0]) > 1 for name in matrices)
+        self.gathers = bool(self.formats) or any(len(self._stored(name)[0]) > 1 for name in matrices)
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
 
@@ -112,9 +101,6 @@ class SafetensorsCheckpoint(Checkpoint):
             verify_conversion(self.folder, self._files, hash_again=True)
         super().verify()
 
-    def _title(self, name: str) -> str:
-        return self._tensors[name].stored.title
-
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         stored = tensor.stored
@@ -125,51 +111,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 tile = tile.view(-1, stored.width)[:, columns.start : columns.stop].reshape(-1)
             yield tile
 
-    def _stored_rows(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
-        """Return the rows of stored tensors that are a matrix, and whether they are [in, out]."""
-        tensor = self._tensors[name]
-        return [(tensor.stored, rows) for rows in tensor.rows], tensor.transposed
-
-    def _formats(self) -> dict[str, BlockFormat]:
-        """Return the formats of the matrices that rest as published."""
-        found = {}
-        for name, shape in self.shapes.items():
-            if len(shape) != 2:
-                continue
-            parts, transposed = self._stored_rows(name)
-            formats = {
-                stored.published.fmt if stored.published and stored.published.transposed == transposed else None
-                for stored, _ in parts
-            }
-            fmt = formats.pop() if len(formats) == 1 else None
-            if fmt is not None:
-                found[name] = fmt
-        return found
-
-    def published_rows(self, name: str) -> Sequence[PublishedRows]:
-        parts, transposed = self._stored_rows(name)
-        if name in self.formats:
-            return [PublishedRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
-        size = self.storage_dtype.itemsize
-        in_place = [
-            PublishedRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
-            for stored, rows in parts
-            for part in stored.parts[:1]
-            # The header of an old file may have any length.
-            if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
-        ]
-        return in_place if len(in_place) == len(parts) and not transposed else ()
-
-    def _laid_out(self, name: str) -> Iterator[tuple[range, FillRows]]:
-        for stored, rows in self._stored_rows(name)[0]:
-            if stored.published and stored.published.lay_out:
-                yield rows, stored.published.lay_out()
-
-    def _is_transposed(self, name: str) -> bool:  # overridden by `StateDictCheckpoint`
-        return self._tensors[name].transposed
-
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._is_transposed(name):
+        if not self._stored(name)[1]:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 

@@ -21,8 +21,9 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES
 from flexgen_helm.checkpoint.folder import read_config
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor, check_unread
+from flexgen_helm.checkpoint.quantized.logical_tensor import TORCH_TYPES, LogicalTensor, check_unread
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import missing_tensor_error
 from flexgen_helm.errors import CheckpointError
@@ -321,7 +322,7 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         for tile in self._reader.tiles(key, expert):
             yield tile if tile.is_floating_point() else tile.float()
 
-    def _stored_rows(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
+    def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
         key, expert, is_transposed = self._modules.key(name)
         parts = self._reader.stored_parts(key, expert)
         if is_transposed:  # rows [in, out] of an expert are as many blocks of rows [out, in]
@@ -329,6 +330,3 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
             first = (expert or 0) * rows
             parts = [(stored, range(first, first + rows)) for stored, _ in parts]
         return parts, is_transposed
-
-    def _is_transposed(self, name: str) -> bool:
-        return self._modules.key(name)[2]

@@ -88,6 +88,8 @@ class StoredPlane:
     row_bytes: of one of its rows.
     block_bytes: of each block.
     same_rows, same_blocks: neighbouring rows of the matrix, and neighbouring blocks of a row, that have the same ones.
+    matrix_rows, rows: of each of several matrices, in which `same_rows` begin anew: its own, and those it has here, 0
+        if all matrices have the same ones.
     """
 
     file: SourceFile
@@ -96,6 +98,8 @@ class StoredPlane:
     block_bytes: int
     same_rows: int = 1
     same_blocks: int = 1
+    matrix_rows: int = 1
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class PublishedTensor:
 
 
 @dataclass(frozen=True)
-class PublishedRows:
+class StoredRows:
     """Rows of a stored tensor that are the next ones of a matrix."""
 
     rows: range

@@ -19,7 +19,6 @@ from flexgen_helm.cli.engine_flags import Command, Group, help_text, with_engine
 from flexgen_helm.cli.entries import entries
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
 from flexgen_helm.cli.models import convert, fetch, models
-from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan, profile
 from flexgen_helm.cli.quickstart import quickstart
 from flexgen_helm.cli.report import compare, report
@@ -92,7 +91,6 @@ _add("Plan", profile)
 _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(batch))
-_add("Without HELM", with_engine_flags(perplexity))
 _add("Without HELM", with_engine_flags(divergence))
 _add("This installation", doctor)
 _add("This installation", clean)

@@ -1,15 +1,16 @@
-"""`flexgen-helm divergence`: how far precisions or a second model are from a baseline, on a text or a suite's runs."""
+"""`flexgen-helm divergence`: a model's perplexity on a text, and how far precisions or a second model are from it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexgen_helm.checkpoint.names import PREFIX, resolve
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, read_input, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     JsonFlag,
@@ -18,16 +19,20 @@ from flexgen_helm.cli.engine_flags import (
     check_engine_flags,
     complete_model,
 )
-from flexgen_helm.cli.perplexity import MaxWindows, read_text, windows_of
 from flexgen_helm.config import EngineConfig, EngineOptions
-from flexgen_helm.errors import MemoryLimitError, UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:
-    from flexgen_helm.engine.divergence import ComparedPrompts
-    from flexgen_helm.report.divergence import Divergence, Spread
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from flexgen_helm.checkpoint.checkpoint import Checkpoint
+    from flexgen_helm.engine.divergence import Compared, ComparedPrompts
+    from flexgen_helm.report.divergence import Divergence, ScoredTokens, Spread
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 def divergence(
@@ -51,7 +56,9 @@ def divergence(
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="The first model's precision. Default: its name's, else fp16.")
     ] = None,
-    max_windows: MaxWindows = None,
+    max_windows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")
+    ] = None,
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
     ] = False,
@@ -59,9 +66,10 @@ def divergence(
 ) -> None:
     """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top token, perplexity.
 
-    It compares on a text, in the windows of `perplexity`, or on the tokens that make the scores of a suite: the answers
-    of the first model's runs, or what these runs scored. Without a second model, --precision may name several, with
-    commas between; 4bit is the default. Two compute side by side, each in half of the memory, and nothing is stored.
+    It compares on a text, or on the tokens that make the scores of a suite: the answers of the first model's runs, or
+    what these runs scored. Windows of a text do not overlap, have no BOS token, and their first tokens are not scored.
+    Without a second model, --precision may name several, with commas between; 4bit is the default, and fp16 alone
+    gives the perplexity of the text. They compute one after the other, while the first one's logits are on the disk.
 
     Example:
       flexgen-helm divergence smollm2-135m-instruct-q4_1 \\
@@ -77,64 +85,107 @@ def divergence(
     else:
         precisions = dict.fromkeys((baseline, *split_precisions(str(asked or "4bit"))))
         named = [(precision, model, precision) for precision in precisions]
-    if len(named) < 2:
-        raise UsageError(f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit")
     if suite is not None:
         for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows)):
             if value is not None:
                 raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
-        by_entry, document = _suite_prompts(model, baseline, output_path / "runs" / suite), "instance"
+        if len(named) < 2:
+            raise UsageError(f"--precision names only the baseline {baseline}; add one, such as --precision 4bit")
+        by_entry = _suite_prompts(model, baseline, output_path / "runs" / suite)
     elif text is None or window is None:
         raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
     else:
-        content, document = read_text(text), "window"
+        content = _read_text(text)
 
-    import numpy as np
-
-    from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep, half_limits, require_comparable
+    from flexgen_helm.engine.divergence import Baseline, require_comparable, score
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.opening import open_files
-    from flexgen_helm.report.divergence import ScoredTokens, divergence_between
+    from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence, divergence_between
+    from flexgen_helm.report.scores import finite
 
     models = [
         (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
         for label, name, precision in named
     ]
+    (_, name, options), *others = models
+    files = [open_files(resolve(name), options) for _, name, options in (models if second else models[:1])]
     if second is not None:
-        require_comparable([open_files(resolve(name), options) for _, name, options in models], by_layer)
-    limits = half_limits(models[0][2])
-    # Opened one after the other, when they are asked for.
-    engines = (Engine.from_config(name, replace(options, limits=limits)) for _, name, options in models)
-    found: dict[str, list[Divergence]] = {}
-    try:
-        with next(engines) as base:
-            if suite is None:
-                windows = [*map(tuple, windows_of(base, content, window or 0, max_windows))]
-                by_entry = {"": ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))}
-            for compared, (label, _, _) in zip(engines, models[1:]):
-                with compared:
-                    for entry, prompts in by_entry.items():
-                        pair = Lockstep((base, compared), prompts, by_layer)
-                        pair.run()
-                        _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
-                        scored = ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *pair.values)
-                        divergence = divergence_between(models[0][0], label, scored, pair.layers)
-                        if not as_json:
-                            print("\n" * bool(found) + describe(divergence, entry, document), flush=True)
-                        found.setdefault(entry, []).append(divergence)
-    except MemoryLimitError as error:
-        raise MemoryLimitError(
-            f"{error}; that is for one of the two models, which have half of the limit each"
-        ) from error
+        require_comparable(files, by_layer)
+    if suite is None:
+        by_entry = {"": _windows(model, *files[0], content, window or 0, max_windows)}
+    if not others:
+        with Engine.from_config(name, options) as loaded:
+            return say_perplexity(score(loaded, by_entry[""]), as_json)
+    found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
+    base = Baseline([*by_entry.values()], files[0][0].config, options, by_layer)
+    with Engine.from_config(name, base.beside(options)) as loaded:
+        base.fill(loaded)
+    for label, name, options in others:
+        with Engine.from_config(name, base.beside(options)) as loaded:
+            parts = base.compare(loaded)
+        for (entry, prompts), part in zip(by_entry.items(), parts):
+            divergence = divergence_between(models[0][0], label, _scored(prompts, part), part.layers)
+            found[entry].append(divergence)
+            if not as_json:
+                between = "\n" * (sum(map(len, found.values())) > 1)
+                print(between + describe(divergence, entry), flush=True)
+    if as_json and suite is not None:
+        divergences = tuple(EntryDivergence(entry, tuple(divergences)) for entry, divergences in found.items())
+        print_json(finite(asdict(SuiteDivergence(model, suite, divergences))))
+    elif as_json:
+        print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
+
+
+def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
+    import numpy as np
+
+    from flexgen_helm.report.divergence import ScoredTokens
+
+    _, documents = np.unique([*map(str, prompts.documents)], return_inverse=True)
+    return ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *compared.values)
+
+
+def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
+    """Print {tokens_scored, nll, perplexity}; `nll` is the total in nats. Infinite is what no float can hold."""
+    nll = -math.fsum(logprobs)
+    perplexity = math.exp(nll / len(logprobs)) if nll < 709 * len(logprobs) else math.inf
     if as_json:
-        from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite
 
-        if suite is not None:
-            parts = tuple(EntryDivergence(entry, tuple(divergences)) for entry, divergences in found.items())
-            print_json(finite(asdict(SuiteDivergence(model, suite, parts))))
-        else:
-            print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
+        print_json(finite({"tokens_scored": len(logprobs), "nll": nll, "perplexity": perplexity}))
+    else:
+        print(
+            f"perplexity {perplexity:.4f} over {count(len(logprobs), 'token')} "
+            f"(total negative log-likelihood {nll:.3f} nats)"
+        )
+
+
+def _windows(
+    name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, text: str, window: int, most: int | None
+) -> ComparedPrompts:
+    """Return the windows of a text. The last may be shorter; a single token cannot be scored.
+
+    Raises `UsageError` if the window exceeds the model's or the text has no token to score.
+    """
+    if tokenizer is None:
+        raise UsageError(f"the model {name} has no tokenizer files, so it cannot read a text")
+    if window > checkpoint.config.max_positions:
+        raise UsageError(f"--window {window} is beyond the {checkpoint.config.max_positions} positions of {name}")
+    from flexgen_helm.engine.divergence import ComparedPrompts
+
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    windows = [ids[first : first + window] for first in range(0, len(ids) - 1, window)][:most]
+    if not windows:
+        raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")
+    return ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))
+
+
+def _read_text(path: Path) -> str:
+    """Return the text that --text names. Raises `UsageError`."""
+    try:
+        return read_input("--text", path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path} is not UTF-8: {error}") from error
 
 
 def _named(model: str, asked: str | None) -> tuple[str, str, str]:
@@ -173,8 +224,8 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     return found
 
 
-def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
-    """Return a divergence as text for people; document: what it calls a part of what was compared."""
+def describe(found: Divergence, entry: str = "") -> str:
+    """Return a divergence as text for people; entry: the run entry that was compared, "" for a text."""
     row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
 
     def spread(title: str, of: Spread) -> str:
@@ -184,7 +235,7 @@ def describe(found: Divergence, entry: str = "", document: str = "window") -> st
 
     lines = [
         f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
-        f"{count(found.tokens, 'token')} in {count(found.documents, document)}",
+        f"{count(found.tokens, 'token')} in {count(found.documents, 'instance' if entry else 'window')}",
         f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times {found.baseline_perplexity:.4f}"
         + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
         f"  same top token at {found.same_top:.2%}",

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -62,14 +62,6 @@ def compare(
         Path | None,
         typer.Option(help="Write every instance whose answer changed into this file, as JSON lines.", metavar="FILE"),
     ] = None,
-    choose: Annotated[
-        bool,
-        typer.Option("--choose", help="Say which precision to take: the cheapest equivalent one."),
-    ] = False,
-    by: Annotated[
-        Literal["time", "memory"],
-        typer.Option(help="With --choose, what is cheap: seconds of this suite's runs, or bytes of the weights."),
-    ] = "time",
     divergence: Annotated[
         Path | None,
         typer.Option(
@@ -80,7 +72,7 @@ def compare(
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Compare FP16 with other precisions of a model: verdicts, flips, differences by instance, 95 % intervals, tests.
+    """Compare FP16 with other precisions of a model: verdicts, flips, costs, differences by instance, 95 % intervals.
 
     With a model as --baseline, such as the original of a GGUF file, all models of the suite are compared with it.
 
@@ -91,19 +83,16 @@ def compare(
         --precision fp16,4bit
       flexgen-helm compare --suite first
     """
-    from flexgen_helm.report.choice import choose_precisions
-    from flexgen_helm.report.comparison import compare_suite, comparison_to_json, flip_groups
+    from flexgen_helm.report.comparison import compare_suite, flip_groups
     from flexgen_helm.report.divergence import read_divergence
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite
-    from flexgen_helm.report.tables import comparisons_frame
+    from flexgen_helm.report.tables import comparison_to_json, comparisons_frame
 
     fraction = check_margin(margin)
     folder = output_path / "runs" / suite
     baseline = baseline.removeprefix(PREFIX).replace("/", "--")
     models = compare_suite(folder, baseline, fraction)
-    if choose:
-        models = choose_precisions(models, by)
     if divergence is not None:
         models = read_divergence(divergence, models, suite)
     page = comparison_page(models, suite)

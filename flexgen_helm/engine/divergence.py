@@ -1,43 +1,42 @@
-"""Two models compute the same tokens in lockstep, and are compared while both are there: nothing is stored.
+"""Two models score the same tokens, one after the other; each has all of the memory.
 
-    first engine    stage 0 | lays its tensor down, waits |           stage 1 | …
-    second engine           | stage 0, compares, drops it | stage 1, waits    | …
-
-One computes at a time, in a thread of its own; the prefetcher of the one that waits goes on loading.
+baseline          rows of logits -> a file in the offload folder, by number of the compared token
+any other model   its rows, and those of the file -> log-probabilities, KL divergence, equal top tokens
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import os
+import shutil
+import tempfile
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.device import compute_device, tier_capacities
 from flexgen_helm.engine.engine import Engine, offload_folder
-from flexgen_helm.engine.executor import PromptToken, checksum
-from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.planner.placement import UNLIMITED
-from flexgen_helm.planner.policy import ZIGZAG, Schedule
-from flexgen_helm.planner.problem import without_margin
-from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.progress import silenced
-from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.prepare import common_limits
+from flexgen_helm.engine.executor import Observer, PromptToken
+from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
+from flexgen_helm.files import size
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.placement import limit_flag
+from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.sequence import Batch
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
+# Rounding of a log-probability in nats.
+_STORED_WITHIN = 1e-3
 # Elements that are compared at once, in float64.
 _COMPARED_ELEMENTS = 1 << 20
+
+Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,32 @@ class ComparedPrompts:
     compared: Sequence[range]
     documents: Sequence[Hashable]
 
-    def requests(self) -> list[GenerationRequest]:
-        return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in self.token_ids]
+    @property
+    def num_compared(self) -> int:
+        return sum(map(len, self.compared))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ComparedPrompts]) -> ComparedPrompts:
+        return cls(*(list(chain.from_iterable(getattr(part, of) for part in parts)) for of in cls.__annotations__))
+
+    def state_numbers(self) -> list[list[int]]:
+        """Return for each prompt the numbers of its tokens' hidden states; equal beginnings have the same."""
+        known: dict[int, int] = {}
+        beginnings = (accumulate(ids, lambda before, token: hash((before, token))) for ids in self.token_ids)
+        return [[known.setdefault(beginning, len(known)) for beginning in of_prompt] for of_prompt in beginnings]
 
 
-def half_limits(options: EngineConfig) -> MemoryLimits:
-    """Return half of what an engine with these options may hold in memory, for one of two."""
-    limits, device = options.limits, compute_device(options.device)
-    free = tier_capacities(limits, offload_folder(options))
-    if device.type == "cuda" and limits.gpu is None:
-        free["gpu"] = without_margin(*torch.cuda.mem_get_info(device))
-    # Without a limit of the disk both may use what is free: weight files that are there take no more of it.
-    return MemoryLimits(free["gpu"] // 2, free["cpu"] // 2, limits.disk and limits.disk // 2)
+@dataclass(frozen=True)
+class Compared:
+    """What a model computed beside the baseline for some prompts.
+
+    values: [4, tokens] of their compared tokens, prompt by prompt: their log-probabilities by the baseline and by the
+        model, KL(baseline ‖ model), and 1 where both have the same most probable token, else 0.
+    layers: relative error of hidden states after the embedding and each layer; None if it was not wanted.
+    """
+
+    values: NDArray[np.float64]
+    layers: tuple[float, ...] | None
 
 
 def require_comparable(models: Sequence[tuple[Checkpoint, Tokenizer | None]], by_layer: bool) -> None:
@@ -92,148 +105,159 @@ def require_comparable(models: Sequence[tuple[Checkpoint, Tokenizer | None]], by
         raise UsageError(f"--by-layer compares layer with layer, and the models have {words}; leave it out")
 
 
-class Lockstep:
-    """One comparison of two engines over some prompts; an `Observer` of both.
+class Baseline:
+    """The logits of compared tokens by one model, and its hidden states if layers are compared, on the disk."""
 
-    values: [4, tokens] of the compared tokens, numbered through the prompts: their log-probabilities by the first and
-        the second model, KL(first ‖ second), and 1 where both have the same most probable token, else 0.
-    """
+    def __init__(
+        self, parts: Sequence[ComparedPrompts], config: ModelConfig, options: EngineConfig, by_layer: bool = False
+    ) -> None:
+        """Reserve the disk; of the file nothing is left, even if this process is killed.
 
-    def __init__(self, engines: Sequence[Engine], prompts: ComparedPrompts, by_layer: bool = False) -> None:
-        self._engines, self._prompts, self._by_layer = engines, prompts, by_layer
-        self._first = np.cumsum([0, *map(len, prompts.compared)])
-        self.values = np.full((4, self._first[-1]), np.nan)
-        # Squares of the changes, and of the first model's hidden states, after the embedding and each layer.
-        self._squares = np.zeros((2, engines[0].config.num_layers + 1))
-        self.vocab_size = max(engine.config.vocab_size for engine in engines)
-        formats = [engine.cache_format for engine in engines]
-        multiples = [1 if fmt is None else fmt.prefix_multiple or 0 for fmt in formats]  # 0: it can share none
-        self.prefix_cost = PrefixCostModel(UNLIMITED, math.inf)
-        if all(multiples):
-            self.prefix_cost = replace(engines[0].prefix_cost, group_tokens=math.lcm(*multiples))
-        self._second = threading.Thread(target=self._compute, name="second model")
-        self._changed = threading.Condition()
-        self._turn, self._has_ended = 0, False
-        self._error: BaseException | None = None
-        self._laid: tuple[object, Any] | None = None
-        self._plans: list[RunPlan] = []
+        parts: prompts, all of which are computed together.
+        config, options: of the baseline, with the folder and the limit of the disk.
 
-    @property
-    def layers(self) -> tuple[float, ...] | None:
-        """The relative error of hidden states after the embedding and each layer; None if it was not wanted."""
-        return tuple(np.sqrt(np.divide(*self._squares)).tolist()) if self._by_layer else None
-
-    def run(self) -> None:
-        """Compare. Raises the first error of either engine, and `FlexgenError` for a value that is not finite."""
-        with self._ending():
-            self._second.start()
-            self._compute()  # in this thread, which Ctrl-C interrupts
-            self._second.join()
-        self._second.join()
-        if self._error is not None:
-            raise self._error
-        if missing := int((~np.isfinite(self.values)).sum()):
-            raise FlexgenError(f"{missing:,} of {self.values.size:,} compared values are not finite numbers")
-
-    @property
-    def _number(self) -> int:
-        """The engine of this thread: 0 or 1."""
-        return int(threading.current_thread() is self._second)
-
-    def _compute(self) -> None:
-        def raise_error(_: int, result: GenerationResult) -> None:
-            if result.error is not None:
-                raise result.error
-
-        number = self._number
-        with self._ending(), silenced() if number else nullcontext():
-            self._engines[number].run(
-                self._prompts.requests(), on_result=raise_error, should_stop=self._pass_turn, observer=self
-            )
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Let the other engine go on alone at the end, or end too after an error."""
-        try:
-            yield
-        except BaseException as error:
-            self._error = self._error or error
-        with self._changed:
-            self._has_ended, self._turn = True, 1 - self._number
-            self._changed.notify_all()
-
-    def _pass_turn(self) -> bool:
-        """Let the other engine compute until it passes the turn back; return whether the comparison has failed."""
-        number = self._number
-        with self._changed:
-            if not self._has_ended:
-                self._turn = 1 - number
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._turn == number or self._error is not None)
-            return self._error is not None
-
-    def _meet(self, key: object, value: Any, compare: Callable[[Any], None]) -> None:
-        """Let the second engine compare the first one's value with its own; nothing of it is kept.
-
-        key: says what the value is of.
-        compare: called in the second engine's thread, with the first one's value.
+        Raises `MemoryLimitError` if there is too little room.
         """
-        if not (number := self._number):
-            self._laid = key, value
-        while (self._laid is None) == bool(number) and not self._has_ended:
-            self._pass_turn()
-        found, base = self._laid or (None, None)
-        if found != (key if number else None):
-            raise FlexgenError(
-                "the two models have computed different tokens; this is a bug of flexgen_helm, please report it"
+        self.prompts, self.by_layer = ComparedPrompts.joined(parts), by_layer
+        self._ends = [*accumulate((len(part.token_ids) for part in parts), initial=0)]
+        self.first = np.cumsum([0, *map(len, self.prompts.compared)])
+        self.state_numbers = self.prompts.state_numbers() if by_layer else []
+        num_states = 1 + max(map(max, self.state_numbers), default=-1)
+        logits = self.prompts.num_compared, config.vocab_size
+        states = (config.num_layers + 1) * by_layer, num_states, config.state_size
+        self.num_bytes = num_bytes = 4 * (prod(logits) + prod(states))
+        folder, limit = offload_folder(options), options.limits.disk
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free if limit is None else limit
+        if num_bytes > free:
+            raise MemoryLimitError(
+                f"the logits of what is compared take {size(num_bytes)} in {folder}, where {size(free)} are free; name "
+                f"another folder with --offload-dir, raise {limit_flag('disk')}, or compare less with --max-windows"
             )
-        if number:
-            compare(base)
-            self._laid = None
+        self._limits = replace(options.limits, disk=limit and limit - num_bytes)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the program when it is written
+            rows = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
+        self.logits, self.states = rows[: prod(logits)].reshape(logits), rows[prod(logits) :].reshape(states)
 
-    def plan(self, make: Callable[[Schedule | None], RunPlan]) -> RunPlan:
-        def join(make_first: Callable[[Schedule | None], RunPlan]) -> None:
-            plans = [plan(None) for plan in (make_first, make)]
-            if plans[0].schedule != plans[1].schedule:
-                plans = [plan(ZIGZAG) for plan in (make_first, make)]  # both can follow that
-            limits = common_limits([plan.limits for plan in plans])
-            self._plans = [replace(plan, limits=limits) for plan in plans]
+    def beside(self, options: EngineConfig) -> EngineConfig:
+        """Return the options of an engine that leaves room for the file."""
+        return replace(options, limits=self._limits)
 
-        self._meet("plan", make, join)
-        return self._plans[self._number]
+    def fill(self, engine: Engine) -> None:
+        """Let the baseline compute. Raises what `score` raises, as `compare` does."""
+        self.logprobs = score(engine, self.prompts, _Writer(self), int(self.by_layer))
 
-    def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
-        def compare(base: Tensor) -> None:
-            step = max(1, _COMPARED_ELEMENTS // hidden.shape[1])
-            for pair in zip(base.split(step), hidden.split(step)):
-                states, changed = (part.double() for part in pair)
-                self._squares[:, stage] += [part.square().sum().item() for part in (changed - states, states)]
+    def compare(self, engine: Engine) -> list[Compared]:
+        """Let another model compute the same; return what it computed for each part.
 
-        if self._by_layer:
-            self._meet((stage, checksum(batch)), hidden, compare)
+        Raises `FlexgenError` for a value that is not finite, and for files that have other rows than were computed.
+        """
+        found = _Comparison(self)
+        score(engine, self.prompts, found, int(self.by_layer))
+        if missing := int((~np.isfinite(found.values)).sum()):
+            raise FlexgenError(f"{missing:,} of {found.values.size:,} compared values are not finite numbers")
+        if not np.allclose(found.values[0], self.logprobs, atol=_STORED_WITHIN):
+            raise FlexgenError("the stored logits are not those that were computed; check the disk and start again")
+        return [self._part(found, first, end) for first, end in pairwise(self._ends)]
 
-    def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        prompts = self._prompts
+    def _part(self, found: _Comparison, first: int, end: int) -> Compared:
+        """Return what was found for the prompts from the first one to the end."""
+        layers, values = None, found.values[:, self.first[first] : self.first[end]]
+        if self.by_layer:
+            states = [*{*chain.from_iterable(self.state_numbers[first:end])}]
+            layers = tuple(np.sqrt(np.divide(*found.squares[:, :, states].sum(-1))).tolist())
+        return Compared(values, layers)
+
+    def rows_of(self, tokens: Sequence[PromptToken]) -> tuple[list[int], list[int], list[int]]:
+        """Return of compared tokens the rows of logits that predict them, their numbers, and their ids."""
+        prompts = self.prompts
         found = [
-            (row, int(self._first[prompt]) + compared.index(token.index), prompts.token_ids[prompt][token.index])
+            (row, int(self.first[prompt]) + compared.index(token.index), prompts.token_ids[prompt][token.index])
             for row, token in enumerate(tokens)
             for prompt in token.prompts
             if token.index in (compared := prompts.compared[prompt])
         ]
+        rows, numbers, targets = map(list, zip(*found)) if found else ([], [], [])
+        return rows, numbers, targets
+
+    def states_of(self, batch: Batch) -> list[int]:
+        """Return the number of each token of a batch."""
+        found: list[int] = []
+        for item in batch.scheduled:
+            sequence = item.sequence
+            begin = sequence.start + sequence.num_computed
+            found += self.state_numbers[sequence.requests[0].indices[0]][begin : begin + item.count]
+        return found
+
+
+class _Writer:
+    """An `Observer` that stores what it is shown."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self._baseline = baseline
+
+    def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
+        if self._baseline.by_layer:
+            self._baseline.states[stage, self._baseline.states_of(batch)] = hidden.float().cpu()
+
+    def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
+        rows, numbers, _ = self._baseline.rows_of(tokens)
+        self._baseline.logits[numbers] = logits[rows].cpu()
+
+
+class _Comparison:
+    """An `Observer` that compares what it is shown with what is stored.
+
+    squares: [2, stages, states] of the changes of hidden states, and of the baseline's.
+    """
+
+    def __init__(self, baseline: Baseline) -> None:
+        self._baseline = baseline
+        self.values = np.full((4, baseline.prompts.num_compared), np.nan)
+        self.squares = np.zeros((2, *baseline.states.shape[:2]))
+
+    def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
+        if not self._baseline.by_layer:
+            return
+        numbers, step = self._baseline.states_of(batch), max(1, _COMPARED_ELEMENTS // hidden.shape[1])
+        for first in range(0, len(numbers), step):
+            part = numbers[first : first + step]
+            base = torch.from_numpy(self._baseline.states[stage, part]).double()
+            changed = hidden[first : first + step].cpu().double() - base
+            self.squares[:, stage, part] = torch.stack([changed.square().sum(1), base.square().sum(1)])
+
+    def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
+        rows, numbers, targets = self._baseline.rows_of(tokens)
         step = max(1, _COMPARED_ELEMENTS // logits.shape[1])
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            base = torch.from_numpy(self._baseline.logits[numbers[part]]).to(logits.device)
+            pair = base, logits[rows[part]]
+            same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
+            p, q = (torch.log_softmax(both.double(), -1) for both in pair)
+            at, width = torch.tensor(targets[part], device=p.device)[:, None], min(p.shape[1], q.shape[1])
+            kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
+            columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
+            self.values[:, numbers[part]] = torch.stack(columns).cpu()
 
-        def compare(base: Tensor) -> None:
-            for first in range(0, len(found), step):
-                rows, numbers, targets = map(list, zip(*found[first : first + step]))
-                pair = base[rows], logits[rows]
-                same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
-                p, q = (torch.log_softmax(both.double(), -1) for both in pair)
-                at, width = torch.tensor(targets, device=p.device)[:, None], min(p.shape[1], q.shape[1])
-                kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
-                columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
-                self.values[:, numbers] = torch.stack(columns).cpu().numpy()
 
-        self._meet(tokens, logits, compare)
+def score(engine: Engine, prompts: ComparedPrompts, observer: Observer | None = None, num_drawn: int = 0) -> Vector:
+    """Return the log-probabilities of the compared tokens. Raises the first error of a prompt.
+
+    num_drawn: 1 if the last token of a prompt must be computed, too.
+    """
+
+    def raise_error(_: int, result: GenerationResult) -> None:
+        if result.error is not None:
+            raise result.error
+
+    requests = [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=num_drawn, echo_logprobs=True) for ids in prompts.token_ids
+    ]
+    results = engine.run(requests, on_result=raise_error, observer=observer)
+    logprobs = (result.prompt_logprobs or () for result in results)
+    return np.array([of[index] for of, compared in zip(logprobs, prompts.compared) for index in compared])
 
 
 def kl_divergence(baseline: Tensor, compared: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_r
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
+from flexgen_helm.files import size as size_text
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -134,6 +135,9 @@ class Engine:
             report(
                 Message(f"matrices of {self.name} are rounded to {to}: {shares}; transformers in float32 keeps them")
             )
+        if (expanded := checkpoint.expanded) and model.precision.weights is None:
+            costs = (f"{size_text(now)} of {kind} take {size_text(more)}" for kind, (now, more) in expanded.items())
+            report(Message(f"matrices of {self.name} do not rest as published, but in 16 bits: {', '.join(costs)}"))
         if checkpoint.formats and model.precision.weights is not None:
             report(Message(f"weights of {self.name} are quantized; {self.precision} rounds them again, fp16 does not"))
         self.identity = EngineIdentity(
@@ -244,8 +248,7 @@ class Engine:
         should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
             stay valid.
         progress: called after every batch, and up to ten times a second between.
-        observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden states. Batches are not
-            halved then: `MemoryLimitError`.
+        observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden states.
 
         Raises `UsageError` for an observer where other processes have a part of the model.
         One run at a time: a second thread waits.
@@ -295,10 +298,9 @@ class Engine:
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
         distinct, pipeline = prepared.distinct, self._pipeline
-        cost = (observer or self).prefix_cost
-        size = run_size(distinct, cost, self._planner.searches, self.cache_format)
+        size = run_size(distinct, self.prefix_cost, self._planner.searches, self.cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan = (observer or pipeline).plan(partial(self._planner.plan, size, free))
+        plan = pipeline.plan(partial(self._planner.plan, size, free))
         report(PlanLine(plan.describe(len(distinct), size.prompt_tokens)))
         lanes, limits = [distinct], plan.limits
         if not pipeline.is_whole:
@@ -310,7 +312,7 @@ class Engine:
                 for index, error in prepared.refused.items():
                     answers.deliver(index, GenerationResult(error=error))
                 lane_plan = replace(plan, limits=limits)
-                runs = [Run(executor, lane_plan, lane, answers, cost) for lane in lanes]
+                runs = [Run(executor, lane_plan, lane, answers, self.prefix_cost) for lane in lanes]
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
                 pipeline.flush()
@@ -334,7 +336,7 @@ class Engine:
         keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
         rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
         self.last_run |= pipeline.record(len(runs), rank)
-        if distinct and observer is None:  # which waits for what it compares with
+        if distinct:
             drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
             prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)

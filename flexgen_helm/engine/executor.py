@@ -7,7 +7,7 @@ import time
 import zlib
 from collections import abc, deque
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
@@ -38,11 +38,8 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
-from flexgen_helm.planner.policy import Schedule
-from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import TopLogprobs
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
 
@@ -63,17 +60,7 @@ class PromptToken:
 
 
 class Observer(Protocol):
-    """What is shown the tensors of a run, and decides its plan so that another run makes the same batches.
-
-    prefix_cost: what decides which beginnings of prompts are shared.
-    vocab_size: at least the model's; slices of logits have fewer rows the larger it is.
-    """
-
-    prefix_cost: PrefixCostModel
-    vocab_size: int
-
-    def plan(self, make: Callable[[Schedule | None], RunPlan]) -> RunPlan:
-        """Return the plan to follow; make: as of `Pipeline.plan`."""
+    """What is shown the tensors of a run; some twice, where memory ran out and a batch is computed again."""
 
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
         """See a batch's hidden states [T, H] after a stage; they must not be changed."""
@@ -306,7 +293,7 @@ class Executor:
         self._activations, self._observer, self.expert_tokens = activations, observer, expert_tokens
         self._stages = stage_names(self._config)
         self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
-        self._head_positions = max(1, _LOGIT_ELEMENTS // (observer or self._config).vocab_size)
+        self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
         self._workspace = Workspace(
             self._config,
@@ -323,8 +310,8 @@ class Executor:
 
     @property
     def divides_batches(self) -> bool:
-        """Whether a batch may be divided where memory runs out: nobody computes the same one."""
-        return self._pipeline.is_whole and self._observer is None
+        """Whether a batch may be divided where memory runs out: no other rank computes the same one."""
+        return self._pipeline.is_whole
 
     @property
     def num_stages(self) -> int:
@@ -359,10 +346,9 @@ class Executor:
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
         current = _Pass(batches, dict(zip(items, items[1:])), on_item, partial(self._must_stop, should_stop))
         states, charged_until = current.states, time.perf_counter()
-        # Not inference mode: tensors go to threads, and that mode is per thread. Compared models take turns at items.
-        stops = nullcontext() if self._observer is not None else stopped_by(current.must_stop)
+        # Not inference mode: tensors go to threads, and that mode is per thread.
         try:
-            with torch.no_grad(), stops:
+            with torch.no_grad(), stopped_by(current.must_stop):
                 for step in steps:
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)

@@ -284,7 +284,7 @@ class Run:
                 if not self._executor.divides_batches:
                     raise MemoryLimitError(
                         f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and "
-                        f"ranks of a pipeline or models that are compared cannot divide it; {MEMORY_ADVICE}"
+                        f"ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
                     ) from error
                 # What was written to the cache is written again, the same; sequences that are done stay done.
                 left = [batch for batch in batches if batch not in done]

@@ -33,7 +33,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import PublishedRows
+from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.config import WeightSource
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
@@ -51,7 +51,7 @@ from flexgen_helm.planner.placement import (
     gather_bytes,
 )
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
+from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
 
@@ -83,11 +83,11 @@ class WeightsAtRest:
         self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
         self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
 
-    def rows_of(self, name: str) -> Sequence[PublishedRows]:
+    def rows_of(self, name: str) -> Sequence[StoredRows]:
         """Return where the checkpoint has a matrix as it is read, if those files are on the directory's disk."""
         if len(self._checkpoint.shapes[name]) != 2 or isinstance(self._precision.format_of(name), GroupFormat):
             return ()
-        rows = self._checkpoint.published_rows(name)
+        rows = self._checkpoint.stored_rows(name)
         return rows if all(self._shares(plane.file.path) for part in rows for plane in part.planes) else ()
 
     def _shares(self, path: Path) -> bool:
@@ -99,7 +99,7 @@ class WeightsAtRest:
         """Return what tells the weight files of a format from others of the checkpoint."""
         if isinstance(fmt, GroupFormat):
             return self._precision.weights_label
-        return "published" if fmt else str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        return f"published-{LAYOUT_VERSION}" if fmt else str(self._checkpoint.storage_dtype).removeprefix("torch.")
 
     def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
         """Return the bytes of matrices that need no more room: where the checkpoint has them, or a weight file does.
@@ -235,7 +235,7 @@ class GatheredMatrix(DiskMatrix):
         files: Mapping[SourceFile, DirectFile],
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        parts: Sequence[PublishedRows],
+        parts: Sequence[StoredRows],
     ) -> None:
         super().__init__(tiers, next(iter(files.values())), shape, dtype)
         self._files, self._parts = files, parts

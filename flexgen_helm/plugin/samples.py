@@ -2,7 +2,8 @@
 
 A sample is named by its share: of each run entry it has the first instances of a random order, that share of them. A
 block takes the sample from one share to a larger one, so it is like all other blocks but for its size, and its seconds
-follow from theirs. How long it takes is predicted before it begins, so its instances do not decide whether they count.
+follow from theirs. How long it takes is predicted before it begins, and what has begun is finished, so its instances do
+not decide whether they count. They do decide how large the next block is.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def largest_sample(
 
     requests: the joining share of each. shares: at which the sample may end, or with `one_by_one` each block.
     compute: computes the requests from one share to another; returns its seconds, None if most answers were stored.
-        Raises `TimeoutError` if the time is up before.
+        Raises `TimeoutError` if the time is up before the first block ends; later ones are finished.
     """
     ordered, measured, joined = sorted(requests), list[tuple[int, float]](), 0.0
     while larger := [share for share in shares if share > joined]:

@@ -301,7 +301,7 @@ class Suite:
     def _compute_sample(
         self, submissions: Mapping[str, Submission], until: float, second_pass: Callable[[], None]
     ) -> float:
-        """Do as `_compute` for a random sample of the instances of each run, as large as is done by `until`.
+        """Do as `_compute` for a random sample of the instances of each run, as large as `until` allows.
 
         Raises `UsageError` if no block is.
         """
@@ -312,7 +312,8 @@ class Suite:
         def compute(joined: float, share: float) -> float | None:
             nonlocal load_s, is_decided
             part, began = self._part(submissions, joined, share), time.monotonic()
-            load = self._compute(part, until)
+            # To give up a later block would leave out those with long answers.
+            load = self._compute(part, math.inf if joined else until)
             load_s = load_s or load
             responses = [done for name in part for done in self._blocks[name][-1].responses().values()]
             is_measured = 2 * sum(response.is_cached for response in responses) < len(responses)

@@ -47,13 +47,17 @@ def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
 
 def _weights(fmt: BlockFormat, builder: Any, block: Any) -> Iterator[Any]:
     """Vectors of a block's values, one after the other."""
-    scales, offsets = (_factors(builder, fmt, block, factors) for factors in (fmt.scales, fmt.offsets))
+    scales, offsets, zeros = (
+        _factors(builder, fmt, block, factors) for factors in (fmt.scales, fmt.offsets, fmt.zeros)
+    )
     bits = sum(part.width for part in fmt.codes.parts)
     codes = fmt.codes.table or tuple(float(code - fmt.codes.zero) for code in range(1 << bits))
     by_table = fmt.codes.table is not None or HAS_AVX512 and bits <= 4
     group, table = -1, None
 
     def scaled(values: Any) -> Any:
+        if zeros is not None:
+            values = builder.fsub(values, _lane(builder, zeros, group))
         values = builder.fmul(values, _lane(builder, scales, group))
         if offsets is None:
             return values
@@ -78,12 +82,17 @@ def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers,
     product = None
     for numbers in factors:
         factor = _factor(builder, fmt, block, numbers)
-        product = factor if product is None else builder.fmul(_lane(builder, product, 0, numbers.count), factor)
+        if product is None:
+            product = factor
+        elif fmt.divides:
+            product = builder.fdiv(factor, _lane(builder, product, 0, numbers.count))
+        else:
+            product = builder.fmul(_lane(builder, product, 0, numbers.count), factor)
     return product
 
 
 def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any:
-    if numbers.is_half:
+    if numbers.floating == "F16" and numbers.count == 1:
         # Among its neighbours: one alone would be inserted in a register, and wait for what was in it.
         at = numbers.parts[0].bytes[0]
         first = min(at, fmt.block_bytes - 8)

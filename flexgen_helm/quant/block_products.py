@@ -65,7 +65,8 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
 
 def _takes(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
     on_host = packed.device.type == "cpu" and packed.dtype == torch.uint8 and packed.stride(1) == 1
-    return on_host and fmt.takes(width) and packed.numel() > 0 and packed.shape[1] == fmt.stripe_bytes(width)
+    is_whole = fmt.has_loop and fmt.takes(width) and packed.shape[1] == fmt.stripe_bytes(width)
+    return on_host and is_whole and packed.numel() > 0
 
 
 @cache

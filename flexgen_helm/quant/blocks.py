@@ -26,7 +26,10 @@ _NOT_FINITE = {"F16": 0x7C, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
     """Bytes [rows, row bytes] -> float32 [rows, width]."""
     blocks = packed.reshape(-1, fmt.block_bytes)
-    values = numbers_of(blocks, fmt.codes).float() * _product(blocks, fmt.scales, fmt.block_values)
+    values = numbers_of(blocks, fmt.codes)
+    if fmt.zeros:
+        values = values - _product(blocks, fmt.zeros, fmt.block_values)
+    values = values * _product(blocks, fmt.scales, fmt.block_values, fmt.divides)
     if fmt.offsets:
         offset = _product(blocks, fmt.offsets, fmt.block_values)
         values = values - offset if fmt.subtracts else values + offset
@@ -39,24 +42,27 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
     for numbers in (*fmt.scales, *fmt.offsets, fmt.codes):
         if numbers.floating in _NOT_FINITE:
             mask = _NOT_FINITE[numbers.floating]
-            highest = numbers.parts[-1].bytes  # one behind another
-            found = bool((blocks[:, highest[0] : highest[-1] + 1] & mask).eq(mask).any())
+            first, *more = numbers.parts[-1].bytes  # of the highest bits, at equal distances
+            step = more[0] - first if more else 1
+            found = bool((blocks[:, first : (first, *more)[-1] + 1 : step] & mask).eq(mask).any())
         else:
             can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
             found = bool(can_be) and not bool(numbers_of(blocks, numbers).isfinite().all())
         if found:
             return True
-    return False
+    return fmt.divides and not bool(_product(blocks, fmt.scales, fmt.block_values, True).isfinite().all())
 
 
 def largest(packed: Tensor, fmt: BlockFormat) -> float:
     """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the largest scale."""
     blocks = packed.reshape(-1, fmt.block_bytes)
-    scale, offset = (
-        float(_product(blocks, factors, max(numbers.count for numbers in factors)).abs().max()) if factors else 0.0
-        for factors in (fmt.scales, fmt.offsets)
+    scale, offset, zero = (
+        float(_product(blocks, factors, max(numbers.count for numbers in factors), is_divided).abs().max())
+        if factors
+        else 0.0
+        for factors, is_divided in ((fmt.scales, fmt.divides), (fmt.offsets, False), (fmt.zeros, False))
     )
-    return _largest_code(fmt) * scale + offset
+    return (_largest_code(fmt) + zero) * scale + offset
 
 
 @cache
@@ -65,14 +71,12 @@ def _largest_code(fmt: BlockFormat) -> float:
     return float(numbers_of(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _product(blocks: Tensor, factors: Sequence[Numbers], count: int) -> Tensor:
-    """Return the product of factors for each of `count` values [blocks, count]."""
-    product: Tensor | None = None
-    for numbers in factors:
-        factor = numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1)
-        product = factor if product is None else product * factor
-    assert product is not None
-    return product
+def _product(blocks: Tensor, factors: Sequence[Numbers], count: int, is_divided: bool = False) -> Tensor:
+    """Return the product of factors for each of `count` values [blocks, count]; is_divided: the second by the first."""
+    first, *more = (numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1) for numbers in factors)
+    for factor in more:
+        first = factor / first if is_divided else first * factor
+    return first
 
 
 def numbers_of(blocks: Tensor, numbers: Numbers) -> Tensor:

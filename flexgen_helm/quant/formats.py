@@ -31,7 +31,7 @@ Fit = Literal["range", "error"]
 class GroupFormat(Identified, name="GroupFormat", first_version="bits group=group_size axis scales fit"):
     """Group-wise quantization of a matrix (the paper, 'Group-wise Quantization').
 
-    bits: of a code, 2 to 8.
+    bits: of a code, 4 or 8.
     group_size: values of a group, a multiple of 8.
     axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for weights).
     scales: how a group's scale and zero point are stored (`quant.arithmetic`).
@@ -48,17 +48,12 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
     fit: Fit = "range"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise UsageError(f"{self.bits} bits: quantized values take 2 to 8 bits each")
+        if self.bits not in (4, 8):
+            raise UsageError(f"{self.bits} bits: quantized values take 4 or 8 bits each")
         if self.group_size < 8 or self.group_size % 8:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether compiled loops read the codes: two or one in a byte (`quant.packing`)."""
-        return self.bits in (4, 8)
 
     @property
     def scale_bytes(self) -> int:
@@ -120,10 +115,6 @@ class Numbers:
     floating: str = ""
 
     @property
-    def is_half(self) -> bool:
-        return self.floating == "F16"
-
-    @property
     def count(self) -> int:
         return len(self.parts[0].bytes)
 
@@ -132,7 +123,7 @@ class Numbers:
 class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
-        value[i] = code[i] scale[i] + offset[i]        in float32, rounded after each operation
+        value[i] = (code[i] - zero[i]) scale[i] + offset[i]        in float32, rounded after each operation
 
     name: what files call it.
     block_values, block_bytes: of a block.
@@ -140,6 +131,8 @@ class BlockFormat:
     scales: factors of the scale, multiplied in this order: one for the block, or one for each of its equal parts.
     offsets: likewise of the offset, which is 0 where there are none.
     subtracts: the offset is subtracted.
+    zeros: of the zero points, one for each scale; 0 where there are none.
+    divides: the second factor of the scale is divided by the first.
     """
 
     name: str
@@ -149,11 +142,23 @@ class BlockFormat:
     scales: tuple[Numbers, ...]
     offsets: tuple[Numbers, ...] = ()
     subtracts: bool = False
+    zeros: tuple[Numbers, ...] = ()
+    divides: bool = False
     axis: ClassVar[Axis] = "in"
     stripe_rows: ClassVar[int] = 1
 
     def __hash__(self) -> int:
         return hash(self.name)  # of all fields it would take longer than a product's call
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether compiled loops read it: its values fill their vectors."""
+        return self.block_values % 32 == 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block_values * sum(part.width for part in self.codes.parts) // 8
 
     def takes(self, width: int) -> bool:
         """Whether rows of `width` values are whole blocks."""
@@ -176,8 +181,9 @@ def _bits(count: int, at: int, width: int, span: int, shift: int = 0) -> Bits:
     return Bits(width, places, tuple(shift + width * (i // span % per_byte) for i in numbers))
 
 
-def _float(kind: str, at: int, size: int) -> Numbers:
-    return Numbers(tuple(_bits(1, at + byte, 8, 1) for byte in range(size)), floating=kind)
+def _float(kind: str, at: int, size: int, count: int = 1) -> Numbers:
+    places = (tuple(range(at + byte, at + byte + count * size, size)) for byte in range(size))
+    return Numbers(tuple(Bits(8, bytes_, (0,) * count) for bytes_ in places), floating=kind)
 
 
 def _half(at: int) -> Numbers:
@@ -277,42 +283,85 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
 }
 
 
-# safetensors: how a code is read, and bytes of the numbers that multiply it.
+# ---- codes and scales of folders, which have tensors of their own ----
+
 _FP4_CODES = tuple(value / 2 for value in _FP4[:8]) + tuple(-value / 2 for value in _FP4[:8])
 _E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
-_SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}
-
-
-# Values of a block where a scale has more: the most that a loop decodes without a turn.
-_BLOCK_VALUES = (128, 64, 32)
+# QLoRA, appendix E: quantiles of a normal distribution.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
+# Values of a block: the most that a loop decodes without a turn, and the fewest.
+_MOST_VALUES, _FEWEST_VALUES = 128, 32
+# Of blocks in weight files. A higher one orphans those that were written.
+LAYOUT_VERSION = 1
 
 
 @cache
-def scaled_format(codes: str, scale: str, *multiples: int, has_zero: bool = False) -> BlockFormat | None:
-    """Return the format of blocks of a scale and codes behind it; None for types or widths that have none.
+def scaled_format(
+    codes: str,
+    scale: str,
+    width: int,
+    shared: int,
+    *,
+    has_zero: bool = False,
+    is_divided: bool = False,
+    factor: float = 1.0,
+    table: tuple[float, ...] = _NF4,
+) -> BlockFormat | None:
+    """Return the format of blocks of a scale, or several, and codes behind; None for types or widths without one.
 
-    codes: F8_E4M3, F8_E5M2, I8; FP4, U2, U4, or U8, the first one of a byte in its lowest bits, where a U code counts
-        from its middle.
-    scale: F32, F16, BF16, or F8_E8M0.
-    multiples: of the values of a block.
-    has_zero: a byte between scale and codes is where U codes count from instead.
+    codes: F8_E4M3, F8_E5M2, I8; FP4, U2, U3, U4, or U8, as a stream from the lowest bit of each byte on, where a U code
+        counts from its middle; another name for 4 bits that name values of a table, the upper ones of a byte first.
+    scale: a type of `SCALE_BYTES`.
+    width, shared: values of a row, and neighbouring ones with the same scale.
+    has_zero: a byte behind each scale is where I8 and U codes count from.
+    is_divided: a float32 before the scale divides it.
+    factor: of all scales.
     """
-    values = next((size for size in _BLOCK_VALUES if not any(number % size for number in multiples)), 0)
-    if (at := _SCALE_BYTES.get(scale)) is None or not values:
+    values = math.gcd(_MOST_VALUES, width, shared)
+    if values == shared < _FEWEST_VALUES:  # a block has several scales
+        values = math.gcd(_MOST_VALUES, width)
+    parts, at = max(1, values // shared), 4 * is_divided
+    if (size := SCALE_BYTES.get(scale)) is None:
         return None
-    factor = Numbers((_bits(1, 0, 8, 1),), table=_E8M0) if scale == "F8_E8M0" else _float(scale, 0, at)
-    offsets: tuple[Numbers, ...] = ()
-    if has_zero:
-        if at != 2:  # of 16 bits: both products are exact, so their difference is (code - zero) * scale
-            return None
-        offsets, at = (factor, Numbers((_bits(1, at, 8, 1),))), at + 1
-    numbers = {
-        "FP4": Numbers((_bits(values, at, 4, 1),), table=_FP4_CODES),
-        **{f"U{n}": Numbers((_bits(values, at, n, 1),), zero=0 if has_zero else 1 << n - 1) for n in (2, 4, 8)},
-        "I8": Numbers((_bits(values, at, 8, values),), signed=True),
-        **{kind: Numbers((_bits(values, at, 8, values),), floating=kind) for kind in ("F8_E4M3", "F8_E5M2")},
-    }.get(codes)
-    if numbers is None:
+    scales: tuple[Numbers, ...]
+    if scale == "F8_E8M0":
+        scales = (Numbers((_bits(parts, at, 8, parts),), table=_E8M0),)
+    else:
+        scales = (_float(scale, at, size, parts),)
+    if is_divided:
+        scales = (_float("F32", 0, 4), *scales)
+    if factor != 1:  # no bits name it
+        scales = (*scales, Numbers((Bits(0, (0,), (0,)),), table=(factor,)))
+    at += parts * size
+    zeros = (Numbers((_bits(parts, at, 8, parts),), signed=codes == "I8"),) if has_zero else ()
+    numbers = _codes(codes, values, at + has_zero * parts, has_zero, table)
+    bits = values * sum(part.width for part in numbers.parts)
+    if bits % 8:
         return None
-    name, size = f"{codes} {scale} {values}" + " zero" * has_zero, at + values * numbers.parts[0].width // 8
-    return BlockFormat(name, values, size, numbers, (factor,), offsets, has_zero)
+    name = f"{codes} {scale} {shared if parts > 1 else values}" + " zero" * has_zero
+    name += f" x {factor:.3g}" * (factor != 1)
+    return BlockFormat(
+        name, values, at + has_zero * parts + bits // 8, numbers, scales, zeros=zeros, divides=is_divided
+    )
+
+
+def _codes(kind: str, count: int, at: int, has_zero: bool, table: tuple[float, ...]) -> Numbers:
+    """Return codes from byte `at` on; see `scaled_format`."""
+    if kind.startswith("F8"):
+        return Numbers((_bits(count, at, 8, count),), floating=kind)
+    if kind == "I8":
+        return Numbers((_bits(count, at, 8, count),), signed=True)
+    if kind == "FP4":
+        return Numbers((_bits(count, at, 4, 1),), table=_FP4_CODES)
+    if not kind.startswith("U"):
+        return Numbers((Bits(4, tuple(at + i // 2 for i in range(count)), (4, 0) * (count // 2)),), table=table)
+    width = int(kind[1:])
+    step = 1 if width == 3 else width  # which a byte has whole
+    stream = [range(bit, count * width, width) for bit in range(0, width, step)]
+    parts = (Bits(step, tuple(at + i // 8 for i in bits), tuple(i % 8 for i in bits)) for bits in stream)
+    return Numbers(tuple(parts), zero=0 if has_zero else 1 << width - 1)

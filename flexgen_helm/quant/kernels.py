@@ -38,7 +38,7 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
         return out
     if isinstance(fmt, BlockFormat):
         return decode_into(packed, fmt, out)
-    if fmt.has_kernels and out.is_contiguous() and _on_cpu(packed, out) and (module := loops()) is not None:
+    if out.is_contiguous() and _on_cpu(packed, out) and (module := loops()) is not None:
         loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
         _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
         return out
@@ -61,9 +61,9 @@ def quantized_matmul(
     """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
     The matrix is not dequantized in memory. None where dequantizing is faster or there is no loop: more tokens than
-    `QUANTIZED_MATMUL_ROWS`, a device, other bits, axis 'in' (tables).
+    `QUANTIZED_MATMUL_ROWS`, a device, axis 'in' (tables).
     """
-    if x.shape[0] > QUANTIZED_MATMUL_ROWS or not fmt.has_kernels or fmt.axis != "out" or not x.is_contiguous():
+    if x.shape[0] > QUANTIZED_MATMUL_ROWS or fmt.axis != "out" or not x.is_contiguous():
         return None
     if not _on_cpu(packed, x) or (module := loops()) is None:
         return None
@@ -86,7 +86,7 @@ def _is_for_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
     if isinstance(fmt, BlockFormat):
         return True
     # The memory itself begins at a multiple of 512.
-    return fmt.has_kernels and not (packed.storage_offset() | packed.stride(0)) & 1
+    return not (packed.storage_offset() | packed.stride(0)) & 1
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """Packed bytes of a quantized matrix: how it is stored on every tier and crosses links.
 
 A stripe (`quant.formats`) is the code bytes of its groups, then their scales. With 4 bits, byte j of a group has
-value j in its low half and value j + group / 2 in its high half, so that both halves unpack to runs. Other widths are
-streams of bits, lowest first.
+value j in its low half and value j + group / 2 in its high half, so that both halves unpack to runs.
 
     axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | scales of group 1 | …
     axis 'out'   | byte 0 of every column | byte 1 of every column | … | scale of every column | offset of every column
@@ -32,7 +31,7 @@ def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Ten
     codes, scales = to_codes(_to_groups(values, fmt), fmt, saturate=saturate)
     if fmt.scales == "word":
         scales = _to_int16(scales)[..., None]
-    code_bytes = pack_codes(codes, fmt.bits)
+    code_bytes = _pack_codes(codes, fmt.bits)
     if fmt.axis == "out":
         code_bytes, scales = code_bytes.transpose(1, 2), scales.transpose(1, 2)
     stripes = codes.shape[0]
@@ -52,38 +51,25 @@ def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tenso
     # A view as int16 would fail: bytes that were cut out of stripes may begin at odd addresses.
     words = numbers[..., 0].to(torch.int32) | numbers[..., 1].to(torch.int32) << 8
     scales = words[..., 0] if fmt.scales == "word" else _to_int16(words).contiguous().view(torch.float16)
-    values = from_codes(unpack_codes(codes, fmt.bits), scales, fmt)
+    values = from_codes(_unpack_codes(codes, fmt.bits), scales, fmt)
     if fmt.axis == "out":
         return values.transpose(1, 2).reshape(-1, width)[:rows]
     return values.reshape(stripes, -1)[:rows, :width]
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., group] (uint8) -> bytes [..., group bits / 8]."""
-    group = codes.shape[-1]
-    if bits == 8:
-        return codes
-    if bits == 4:
-        return codes[..., : group // 2] | codes[..., group // 2 :] << 4
-    bit_numbers = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-    stream = (codes[..., None] >> bit_numbers & 1).reshape(*codes.shape[:-1], group * bits // 8, 8)
-    return (stream << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
+    half = codes.shape[-1] // 2
+    return codes if bits == 8 else codes[..., :half] | codes[..., half:] << 4
 
 
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """Invert `pack_codes`."""
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return torch.cat((packed & 15, packed >> 4), -1)
-    stream = packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
-    stream = stream.reshape(*packed.shape[:-1], -1, bits)
-    return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(-1, dtype=torch.uint8)
+def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    return packed if bits == 8 else torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
     """Do the same by a compiled loop; return None for what has none."""
-    is_for_loop = fmt.has_kernels and fmt.axis == "out" and fmt.scales == "word" and values.device.type == "cpu"
+    is_for_loop = fmt.axis == "out" and fmt.scales == "word" and values.device.type == "cpu"
     if not is_for_loop or not values.numel() or (module := loops()) is None:
         return None
     matrix = values.float().contiguous()

@@ -152,10 +152,14 @@ def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, given: tl.co
 
 @triton.jit
 def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: int) -> Any:
-    """Products of scales (1) or offsets (2) of blocks [blocks, 1], for parts of them [blocks, parts or 1, 1]."""
+    """Products of scales (1), offsets (2) or zeros (3) of blocks [blocks, 1], for parts [blocks, parts or 1, 1]."""
     product = tl.full((1, 1), 1.0, tl.float32)
     for i in tl.static_range(len(numbers[kind])):
-        product *= _numbers(block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i])
+        factor = _numbers(block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i])
+        if numbers[4] and kind == 1 and i == 1:
+            product = tl.div_rn(factor, product)
+        else:
+            product *= factor
     return product[:, :, None]
 
 
@@ -178,7 +182,10 @@ def dequantize_blocks(
     number = tl.minimum(tl.program_id(0) * chunk + tl.arange(0, chunk), count - 1)[:, None]
     block = packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
     index = tl.reshape(tl.arange(0, size), (1, parts, size // parts))
-    values = _numbers(block[:, :, None], layout, index, numbers[0][0]) * _product(block, layout, numbers, 1)
+    values = _numbers(block[:, :, None], layout, index, numbers[0][0])
+    if len(numbers[3]):
+        values -= _product(block, layout, numbers, 3)
+    values *= _product(block, layout, numbers, 1)
     if len(numbers[2]):
         values += sign * _product(block, layout, numbers, 2)
     tl.store(out + number.to(tl.int64)[:, :, None] * size + index, values)
@@ -240,9 +247,10 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
         layout.extend(values[:, 0].view(torch.int32).tolist())
         return *known, len(layout) - len(codes)
 
+    given = (fmt.codes,), fmt.scales, fmt.offsets, fmt.zeros
     constants = {
         "block_bytes": fmt.block_bytes,
-        "numbers": tuple(tuple(map(describe, given)) for given in ((fmt.codes,), fmt.scales, fmt.offsets)),
+        "numbers": (*(tuple(map(describe, numbers)) for numbers in given), fmt.divides),
         "parts": max(factor.count for factor in fmt.scales + fmt.offsets),
         "sign": -1.0 if fmt.subtracts else 1.0,
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,6 @@ from flexgen_helm.report.paired import PairedScores, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
     by_scenario,
-    finite,
     grouped,
     overlap_notes,
     precision_rank,
@@ -36,7 +36,9 @@ from flexgen_helm.report.verdicts import (
     Comparison,
     Flips,
     SuiteEquivalence,
+    decide,
     equivalence,
+    hochberg,
     suite_equivalence,
 )
 
@@ -173,16 +175,15 @@ class RunPair:
         """Compare one metric over the shared instances; None if it cannot be computed over them alone."""
         metric, base, run, total = metric_named(name), self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]
-        interval = test = flips = verdict = None
+        interval = p_value = flips = verdict = None
         if name in base.terms and name in run.terms and total:
             paired = self.paired(name)
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
-                interval, test = paired.interval_and_test()
+                interval, p_value = paired.interval(), paired.p_value()
                 look = min(base.look, run.look)
-                test = test and replace(test, p_value=min(1.0, test.p_value / look))
-                has_all = base.has_all_instances and total == base.num_scored
-                verdict = equivalence(paired, test, margin, has_all=has_all, look=look)
+                p_value = None if p_value is None else min(1.0, p_value / look)
+                verdict = equivalence(paired, margin, base.has_all_instances and total == base.num_scored, look)
                 if paired.are_shares:
                     changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
                     flips = Flips(paired.lost, paired.won, changed)
@@ -191,21 +192,25 @@ class RunPair:
         with np.errstate(all="ignore"):
             change = float(metric.change_between(values[1], values[0]))
         return Comparison(
-            base.entry, name, run.label, total, *values, metric.change, change, interval, test, flips, verdict
+            base.entry, name, run.label, total, *values, metric.change, change, interval, p_value, flips, verdict
         )
 
-    def flipped(self, metric: str) -> dict[Direction, list[str]]:
-        """Return the ids of the instances that flipped, by direction."""
-        paired = self.paired(metric)
-        changed = paired.unchanged & (False if self.changed is None else self.changed)
-        flipped = paired.scores < paired.baseline, paired.scores > paired.baseline, changed
-        return {direction: list(self.shared[where]) for direction, where in zip(DIRECTIONS, flipped)}
+    def flipped(self, metrics: Sequence[str]) -> dict[Direction, dict[str, str]]:
+        """Return instance -> metric of those that flipped, by direction."""
+        found: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
+        for metric in metrics:
+            paired = self.paired(metric)
+            for direction, where in zip(DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)):
+                found[direction] |= {key: metric for key in self.shared[where] if key not in found[direction]}
+        changed = [] if self.changed is None else self.shared[self.changed]
+        found["changed"] = {key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}}
+        return found
 
-    def flips(self, metric: str, direction: Direction, keys: Sequence[str]) -> list[Flip]:
-        """Return flips with their answers."""
-        before, after = (read_answers(run, set(keys)) for run in (self.base, self.run))
+    def flips(self, direction: Direction, flipped: Mapping[str, str]) -> list[Flip]:
+        """Return flips with their answers; flipped: instance -> metric."""
+        before, after = (read_answers(run, set(flipped)) for run in (self.base, self.run))
         flips = []
-        for key in keys:
+        for key, metric in flipped.items():
             old, new = before.get(key, _NO_ANSWER), after.get(key, _NO_ANSWER)
             scores = [float(run.terms[metric].loc[key, "numerator"]) for run in (self.base, self.run)]
             flips.append(
@@ -241,7 +246,7 @@ class ModelComparison:
         num_reused (answers whose seconds were measured by an earlier run), tokens_per_s. Precisions may differ in
         their instances.
     notes: sentences, without full stops, about what could not be compared.
-    extras: what was asked for besides, `choice` and `divergence`; None where the model has none.
+    extras: what was asked for besides, `divergence`; None where the model has none.
     """
 
     model: str
@@ -306,6 +311,11 @@ class ModelComparison:
                 judged.setdefault(one.run, one)
         return list(judged.values())
 
+    def is_equivalent(self, precision: str) -> bool:
+        """Whether a precision is equivalent on every run entry, or pool of them."""
+        equal = self.verdicts[precision].equivalent if precision in self.verdicts else ()
+        return {*equal} == {one.run for one in self.by_scenario}
+
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
@@ -350,30 +360,29 @@ def compare_runs(
     """Compare what can be compared of runs that are already read."""
     by_model = grouped((run for run in runs if run.num_scored), lambda run: run.against or run.model)
     compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
-    return [model for model in compared if model.comparisons]
+    return _decided([model for model in compared if model.comparisons])
 
 
-def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
-    """Return what `compare --json` prints."""
-    content = {
-        "suite": suite,
-        "baseline": models[0].baseline,
-        "models": {
-            model.model: {
-                "baseline": model.base.at_rest,
-                "full_precision": model.base.is_full_precision,
-                "remedy": model.remedy,
-                "comparisons": [asdict(one) for one in model.comparisons],
-                "pooled": [asdict(one) for one in model.pooled],
-                "speed": model.speeds,
-                "notes": model.notes,
-                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
-                **{name: value and asdict(value) for name, value in model.extras.items()},
-            }
-            for model in models
-        },
-    }
-    return dict(finite(content))
+def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
+    """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool have none."""
+
+    def key(model: ModelComparison, one: Comparison) -> tuple[Any, ...]:
+        """What metrics with equal numbers share: they are one comparison."""
+        return model.model, one.run, one.precision, one.p_value, one.equivalence and one.equivalence.p_value
+
+    judged = dict.fromkeys(key(model, one) for model in models for one in model.by_scenario if one.equivalence)
+    equal = hochberg([known[-1] for known in judged])
+    different = hochberg([1.0 if known[-2] is None else known[-2] for known in judged])
+    corrected = dict(zip(judged, zip(equal, different)))
+
+    def decided(model: ModelComparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
+        found = [(one, corrected.get(key(model, one))) for one in comparisons]
+        return [decide(one, *ps) if ps else replace(one, equivalence=None) for one, ps in found]
+
+    return [
+        replace(model, comparisons=decided(model, model.comparisons), pooled=decided(model, model.pooled))
+        for model in models
+    ]
 
 
 def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:
@@ -428,22 +437,24 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
 
 
 def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> Iterator[FlipGroup]:
-    """Return the flips of each model, precision and direction, of each run entry by its first metric that has any.
+    """Return the flips of each model, precision and direction, of all metrics.
+
+    An instance is once in a direction, with the first metric that flips it so; it has changed where no metric did.
 
     most: flips of a group whose answers are read.
     """
     for model in models:
-        metrics: dict[str, dict[str, str]] = {}
+        metrics: dict[str, dict[str, list[str]]] = {}
         for one in model.comparisons:
             if one.flips is not None:
-                metrics.setdefault(one.precision, {}).setdefault(one.run, one.metric)
+                metrics.setdefault(one.precision, {}).setdefault(one.run, []).append(one.metric)
         for precision in sorted(metrics, key=precision_rank):
-            pairs = [(model.pairs[entry, precision], metric) for entry, metric in metrics[precision].items()]
-            flipped = [pair.flipped(metric) for pair, metric in pairs]
+            pairs = [(model.pairs[entry, precision], names) for entry, names in metrics[precision].items()]
+            flipped = [pair.flipped(names) for pair, names in pairs]
             for direction in DIRECTIONS:
                 flips: list[Flip] = []
-                for (pair, metric), found in zip(pairs, flipped):
-                    if keys := found[direction][: most - len(flips)]:
-                        flips += pair.flips(metric, direction, keys)
+                for (pair, _), found in zip(pairs, flipped):
+                    if shown := dict(islice(found[direction].items(), most - len(flips))):
+                        flips += pair.flips(direction, shown)
                 if total := sum(len(found[direction]) for found in flipped):
                     yield FlipGroup(model.model, precision, model.baseline, direction, total, flips)

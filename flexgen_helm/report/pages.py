@@ -12,10 +12,12 @@ from urllib.parse import quote
 
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
+from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
 from flexgen_helm.report.scores import RunScores, by_scenario, grouped, precision_rank, run_notes, total_speeds
-from flexgen_helm.report.suite import BASELINE, SuiteReport
+from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
+from flexgen_helm.report.verdicts import advice
 from flexgen_helm.terminal import fill
 
 if TYPE_CHECKING:
@@ -47,10 +49,11 @@ _FLIP_TITLES = {
 }
 _COMPARISON_LEGEND = (
     "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
-    "metric. Flips are instances whose score fell : rose : stayed with another answer. A verdict is of two one-sided "
-    "tests at 5 %. The interval is Tango's score interval for right and wrong answers, else a bootstrap over "
-    "instances. p is of the exact McNemar test for right and wrong answers (lost : won against {baseline}), else of a "
-    "permutation of signs. Tokens/s are of whole runs, whatever instances they share."
+    "metric. Flips are instances whose score fell : rose : stayed with another answer. Equivalent: the 90 % interval "
+    "lies within the margin. Worse, better: the 95 % interval does not reach 'no change'. Verdicts and p, which is of "
+    "'no change', are corrected for all that this page compares (Hochberg), so in at most 5 % of such pages one is "
+    "wrong; the intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, in the "
+    "memory that they had."
 )
 _DIVERGENCE_NOTE = (
     "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
@@ -87,7 +90,7 @@ class Page:
 
     legend: how to read the tables.
     facts: what was run, on which machine, and when.
-    headline: what it says in short, above all else.
+    headline: what it says in short, above all else. next_steps: what to do then.
     notes: sentences, without full stops, about what is missing.
     links: title -> file in the same folder.
     flips: instances whose answers changed; HTML alone shows them.
@@ -101,6 +104,7 @@ class Page:
     links: Mapping[str, str] | None = None
     flips: Sequence[FlipGroup] = ()
     headline: Sequence[str] = ()
+    next_steps: Sequence[str] = ()
 
     def to_text(self, width: int = TEXT_WIDTH) -> str:
         """Return tables of at most `width` columns, and notes."""
@@ -110,6 +114,7 @@ class Page:
 
         parts = [
             lines([self.title, *self.headline]),
+            lines(f"Next: {step}" for step in self.next_steps),
             lines(f"{label}: {fact}" for label, fact in self.facts.items()),
             lines(f"- {note}." for note in self.notes),
         ]
@@ -124,7 +129,8 @@ class Page:
 
     def to_markdown(self) -> str:
         """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline), self.legend]
+        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline)]
+        parts += ["\n".join(f"- next: {step}" for step in self.next_steps), self.legend]
         parts.append("\n".join(f"- {label}: {fact}" for label, fact in self.facts.items()))
         parts += [f"- {note}." for note in self.notes]
         for section in self.sections:
@@ -186,7 +192,7 @@ def suite_page(report: SuiteReport) -> Page:
     sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
     return Page(
         f"Suite {report.suite}",
-        _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else "",
+        _COMPARISON_LEGEND if report.compared else "",
         sections,
         _run_facts(report.runs),
         report.notes,
@@ -197,33 +203,42 @@ def suite_page(report: SuiteReport) -> Page:
 def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     """Build the page of `flexgen-helm compare`."""
     baseline, scales = models[0].baseline, _scales(models)
-    sections, verdicts = [], []
+    sections, verdicts, next_steps = [], [], []
     for model in models:
         notes = list(model.notes)
         if model.extras.get("divergence"):
             notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
-        title = "Models against " * (model.kind == "model") + f"flexgen/{model.model}"
+        name = f"flexgen/{model.model}"
+        title = "Models against " * (model.kind == "model") + name
         sections.append(_comparison_section(title, model, notes, scales))
         if model.verdicts:
-            verdicts.append(f"flexgen/{model.model}: " * (len(models) > 1) + "; ".join(_verdicts(model)))
+            verdicts += [f"{name} " * (len(models) > 1) + verdict for verdict in _verdicts(model)]
+        next_steps += [f"{name}: " * (len(models) > 1) + step for step in _next_steps(model)]
     facts = {"baseline": _distinct(model.base.at_rest for model in models)}
-    if remedy := models[0].remedy:
-        facts["next"] = remedy
-    if choices := {model.model: model.extras["choice"] for model in models if model.extras.get("choice")}:
-        texts = [f"flexgen/{name}: " * (len(models) > 1) + choice.text for name, choice in choices.items()]
-        if undecided := len(models) - len(choices):
-            has = "has" if undecided == 1 else "have"
-            texts.append(f"{count(undecided, 'other model')} {has} no precision that can be judged")
-        facts |= {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
     return Page(
         f"{suite}: {baseline} and other {models[0].kind}s",
-        _COMPARISON_LEGEND.format(baseline=baseline),
+        _COMPARISON_LEGEND,
         sections,
         facts | _run_facts([run for model in models for run in model.runs]),
         links={"Report of the suite": REPORT_FILE},
         flips=list(flip_groups(models, _MAX_FLIPS)),
         headline=verdicts,
+        next_steps=list(dict.fromkeys(next_steps)),
     )
+
+
+def _next_steps(model: ModelComparison) -> list[str]:
+    """Return what to do with the verdicts: take a precision, ask more questions, or add a baseline."""
+    if model.remedy:
+        return [model.remedy]
+    steps = [
+        f"take {name}, the cheapest equivalent one by {' and '.join(cost.cheapest)}"
+        for name, cost in costs(model).items()
+        if cost.cheapest and name != model.baseline
+    ]
+    open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
+    steps += advice([one for name in open_ones for one in model.judged(name)])
+    return steps if steps or open_ones else [f"stay with {model.baseline}"]
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
@@ -299,12 +314,10 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    speeds = tables.speeds_table(model.speeds, model.kind)
-    choice, divergence = map(model.extras.get, ("choice", "divergence"))
-    first = [tables.choice_table(choice)] if choice else []
+    divergence = model.extras.get("divergence")
     layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
     last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
-    return Section(title, [*first, *tables.verdict_tables(model), *shown, speeds, *last], notes)
+    return Section(title, [tables.summary_table(model), *tables.verdict_tables(model), *shown, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:

@@ -17,11 +17,11 @@ import pandas as pd
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.files import count, duration, rate_text, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
-from flexgen_helm.report.choice import Choice
+from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
-from flexgen_helm.report.scores import RunScores, grouped, precision_rank, total_speeds
+from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
@@ -43,7 +43,7 @@ _WORKLOAD = {
     "computed": "prompt_tokens_computed",
     "output tokens": "output_tokens",
 }
-_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict")
+_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "cheapest equivalent")
 
 
 @dataclass(frozen=True)
@@ -366,8 +366,8 @@ def _score_text(value: float) -> str:
 
 _COMPARISON_COLUMNS = [
     "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
-    "interval.high", "test.name", "test.p_value", "test.lost", "test.won", "flips.lost", "flips.won", "flips.changed",
-    "equivalence.decision", "equivalence.margin", "equivalence.p_value", "equivalence.needed",
+    "interval.high", "p_value", "flips.lost", "flips.won", "flips.changed", "equivalence.decision",
+    "equivalence.margin", "equivalence.p_value", "equivalence.needed",
 ]  # fmt: skip
 
 
@@ -376,8 +376,32 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
     records = [{"model": model.model, **asdict(one)} for model in models for one in model.comparisons]
     for record in records:
         record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
-        record |= {name: record[name] or {} for name in ("test", "flips", "equivalence")}
+        record |= {name: record[name] or {} for name in ("flips", "equivalence")}
     return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
+
+
+def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
+    """Return what `compare --json` prints."""
+    content = {
+        "suite": suite,
+        "baseline": models[0].baseline,
+        "models": {
+            model.model: {
+                "baseline": model.base.at_rest,
+                "full_precision": model.base.is_full_precision,
+                "remedy": model.remedy,
+                "comparisons": [asdict(one) for one in model.comparisons],
+                "pooled": [asdict(one) for one in model.pooled],
+                "speed": model.speeds,
+                "notes": model.notes,
+                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
+                "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
+                **{name: value and asdict(value) for name, value in model.extras.items()},
+            }
+            for model in models
+        },
+    }
+    return dict(finite(content))
 
 
 def comparison_tables(
@@ -390,14 +414,14 @@ def comparison_tables(
         rows = [
             (one.run, metrics, f"{one.instances:,}", _score_text(one.baseline), _score_text(one.value),
              _in_unit(one, one.change) + " pp" * (_unit(one) == "pp") if math.isfinite(one.change) else "",
-             _interval(one), _test(one))
+             _interval(one), _p_value(one))
             for metrics, one in found
         ]  # fmt: skip
-        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p (lost : won)"]
+        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p"]
         folders = {name: [links.get((one.run, name), "") for _, one in found] for name in (model.baseline, precision)}
         marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
         cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
-        tables.append(Table(cells, title, 2, folders, marks, optional=("p (lost : won)", "n", "95 % interval")))
+        tables.append(Table(cells, title, 2, folders, marks, optional=("p", "n", "95 % interval")))
     return tables
 
 
@@ -456,18 +480,22 @@ def verdict_tables(model: ModelComparison) -> list[Table]:
     return tables
 
 
-def choice_table(choice: Choice) -> Table:
-    """Return a row per candidate, the cheapest first."""
-    rows = [
-        {
-            "precision": one.precision,
-            "s per 1,000 tokens": "" if one.seconds_per_token is None else f"{1000 * one.seconds_per_token:.4g}",
-            "bytes per weight": f"{one.weight_bytes:.3g}",
-            "verdict": one.verdict,
-        }
-        for one in choice.candidates
-    ]
-    return Table(pd.DataFrame(rows), f"Which precision, by {choice.by}", num_keys=0)
+def summary_table(model: ModelComparison) -> Table:
+    """Return a row per precision, or model, with its verdict over all run entries, what it costs, and its speed."""
+    known = costs(model)
+    rows = []
+    for speed in model.speeds:
+        name = speed["precision"]
+        row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else ""}
+        if cost := known.get(name):
+            row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cost.cheapest)
+            row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
+        row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
+        rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
+    return Table(
+        pd.DataFrame(rows).fillna(""), "Verdicts and costs", num_keys=0, marks=_speed_marks(model.speeds),
+        optional=("tokens", "time", "bytes per weight"),
+    )  # fmt: skip
 
 
 def layers_table(found: Divergence) -> Table:
@@ -526,21 +554,6 @@ def _unit(comparison: Comparison) -> str:
     return "pp" if metric_named(comparison.metric).is_share else comparison.metric
 
 
-def speeds_table(speeds: Sequence[Mapping[str, Any]], kind: str = "precision") -> Table:
-    """Return a row per precision, or model, of `total_speeds`; kind: which of them."""
-    rows = [
-        {
-            kind: speed["precision"],
-            "instances": whole_text(speed["instances"]),
-            "tokens": whole_text(speed["tokens"]),
-            "time": seconds_text(speed["latency_s"]),
-            "tokens/s": tokens_per_s_text(speed),
-        }
-        for speed in speeds
-    ]
-    return Table(pd.DataFrame(rows), "Speed", num_keys=0, marks=_speed_marks(speeds))
-
-
 # --- Cells ---
 
 
@@ -558,9 +571,6 @@ def _interval(comparison: Comparison) -> str:
     return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
 
 
-def _test(comparison: Comparison) -> str:
-    test = comparison.test
-    if test is None:
-        return ""
-    p_value = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.4f}"
-    return p_value if test.lost is None else f"{p_value} ({test.lost} : {test.won})"
+def _p_value(comparison: Comparison) -> str:
+    p_value = comparison.p_value
+    return "" if p_value is None else "< 0.0001" if p_value < 1e-4 else f"{p_value:.4f}"

@@ -1,10 +1,10 @@
-"""What a comparison says: equivalent within a margin, worse, better, or how many instances would decide."""
+"""What a comparison says: equivalent within a margin, worse, better, or what would decide."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -14,17 +14,14 @@ from flexgen_helm.report.paired import (
     Change,
     Interval,
     PairedScores,
-    PairedTest,
-    equivalence_p_value,
     instances_needed,
+    margin_shown,
     metric_named,
 )
 
 DEFAULT_MARGIN = 0.01
-# Of fewer, all change in one direction by chance in more than 5 % of cases: 2 x 0.5 ** 5.
-_LEAST_INSTANCES = 6
 
-Decision = Literal["equivalent", "worse", "better", "not decided", "cannot decide"]
+Decision = Literal["equivalent", "worse", "better", "not decided"]
 
 
 @dataclass(frozen=True)
@@ -42,21 +39,23 @@ class Flips:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Whether a metric is equivalent to that of the baseline, by two one-sided tests at 5 %.
+    """Whether a metric is equivalent to that of the baseline.
 
     margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
     p_value: of 'the difference is the margin or more'.
-    decision: equivalent, else worse or better by the paired test, else not decided.
-    needed: instances that would decide in 80 % of cases if there were no difference; None if it is
-        decided.
-    text: the verdict in words.
+    needed: instances that would decide in 80 % of cases if there were no difference.
+    has_all: the data set has no more instances.
+    shown: the least margin within which so many instances show equivalence.
+    decision, text: filled by `decide`; the text is the verdict in words.
     """
 
     margin: float
     p_value: float
-    decision: Decision
-    needed: int | None
-    text: str
+    needed: int
+    has_all: bool
+    shown: float
+    decision: Decision = "not decided"
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Comparison:
 
     instances: number of instances that both precisions have; `baseline`, `value` and the rest are over these.
     change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
-    interval: 95 % interval of the change; None, as `test`, for one instance or a metric that is not a mean over them.
+    interval: 95 % interval of the change; None for one instance or a metric that is not a mean over them.
+    p_value: of 'no change'; None where there is no interval, or too few documents of a loss.
     flips: instances whose score or answer changed; None for perplexities, where all do.
     equivalence: the verdict; None where there is no interval, or no margin for the metric.
     """
@@ -79,7 +79,7 @@ class Comparison:
     kind: Change
     change: float
     interval: Interval | None
-    test: PairedTest | None
+    p_value: float | None
     flips: Flips | None = None
     equivalence: Equivalence | None = None
 
@@ -94,7 +94,7 @@ class SuiteEquivalence:
     """Whether a precision is equivalent to the baseline everywhere, and where it is worse.
 
     entries: run entries, or pools of them, that were judged, each by its first metric with a verdict.
-    equivalent, worse: those of `entries` that are; worse ones after Holm's correction for their number.
+    equivalent, worse: those of `entries` that are.
     text: the verdict in words.
     """
 
@@ -105,91 +105,120 @@ class SuiteEquivalence:
     text: str
 
 
-def equivalence(
-    paired: PairedScores,
-    test: PairedTest | None,
-    margin: float = DEFAULT_MARGIN,
-    *,
-    has_all: bool = False,
-    look: float = 1.0,
-) -> Equivalence | None:
-    """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
+def equivalence(paired: PairedScores, margin: float, has_all: bool, look: float = 1.0) -> Equivalence | None:
+    """Return what is known of the equivalence of paired instances, not decided yet.
 
-    has_all: the data set has no more instances. look: share of the level that this test may spend; the p-value of
-        `test` is already divided by it.
+    None for one instance, or for a metric that has no margin.
+
+    look: share of the level that this test may spend; the p-value is divided by it.
     """
-    count = len(paired.baseline)
-    if count < 2:
+    if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
         return None
-    if paired.metric.numerator == "logprob":
-        log_margin = math.log1p(margin)
-        p_value, needed = paired.loss.equivalence_p_value(log_margin), paired.loss.documents_needed(log_margin)
-        loss, unit = paired.loss.value, " %"
-    elif paired.are_shares:
-        lost, won = paired.rounded()
-        p_value = equivalence_p_value(lost, won, count, margin)
-        needed = instances_needed((lost + won + 0.5) / (count + 1), margin)
-        loss, unit = float((paired.baseline - paired.scores).sum()), " pp"
-    else:
-        return None
-    p_value = min(1.0, p_value / look)
-    within = f"{100 * margin:g}{unit}"
-    step = 10 ** max(0, len(str(needed)) - 2)  # to two digits
-    wanted = f"about {math.ceil(needed / step) * step:,}"
+    limit = math.log1p(margin) if paired.is_loss else margin
+    p_value = min(1.0, paired.equivalence_p_value(limit) / look)
+    variance, furthest = paired.loss.spread
+    needed = instances_needed(variance, limit, furthest)
+    return Equivalence(margin, p_value, needed, has_all, margin_shown(len(paired.baseline), variance, furthest))
+
+
+def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comparison:
+    """Return the comparison with its verdict; the p-values are corrected for all that is compared with it."""
+    verdict = comparison.equivalence
+    if verdict is None:
+        return comparison
     decision: Decision = "not decided"
-    if p_value <= LEVEL:
-        return Equivalence(margin, p_value, "equivalent", None, f"equivalent within {within}")
-    if test is not None and test.p_value < LEVEL and loss:
-        decision = "worse" if loss > 0 else "better"
-        return Equivalence(margin, p_value, decision, None, decision)
-    if count < _LEAST_INSTANCES:
-        needed = max(needed, _LEAST_INSTANCES)
-        why = f"{count} instances cannot show a difference; at least {_LEAST_INSTANCES} can"
-    elif needed <= count:
-        why = f"the difference is too near to {within} for {count:,} instances"
-    elif has_all:
-        decision = "cannot decide"
-        why = f"it has {count:,} instances, and {wanted} would decide"
-    else:
-        why = f"{wanted} instances would decide if there were no difference"
-    subject = "this data set cannot decide" if decision == "cannot decide" else decision
-    return Equivalence(margin, p_value, decision, needed, f"{subject}: {why}")
+    if equivalence_p <= LEVEL:
+        decision = "equivalent"
+    elif p_value <= LEVEL:
+        decision = "worse" if comparison.is_worse else "better"
+    verdict = replace(verdict, p_value=equivalence_p, decision=decision)
+    verdict = replace(verdict, text=_text(comparison, verdict))
+    return replace(comparison, p_value=None if comparison.p_value is None else p_value, equivalence=verdict)
+
+
+def _text(comparison: Comparison, verdict: Equivalence) -> str:
+    within = _within(verdict.margin, comparison)
+    if verdict.decision == "equivalent":
+        return f"equivalent within {within}"
+    if verdict.decision != "not decided":
+        return verdict.decision
+    count, flips = comparison.instances, comparison.flips
+    units = "documents" if flips is None else "questions"
+    if verdict.needed <= count:
+        return f"not decided: of all {units} like these {count:,}, the difference may be {within} or more"
+    seen = f"{count:,} {units}" if flips is None else f"lost {flips.lost:,} and won {flips.won:,} of {count:,}"
+    return f"too few {units} to tell: {seen}; {_rounded_up(verdict.needed):,} are needed"
+
+
+def advice(judged: Sequence[Comparison]) -> list[str]:
+    """Return what would decide those that are not decided, as far as the data sets have it."""
+    more: dict[str, int] = {}
+    exhausted: dict[str, float] = {}
+    for one in judged:
+        verdict = one.equivalence
+        if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
+            continue  # more instances may decide, or not
+        if verdict.has_all:
+            exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
+        else:
+            more[one.run] = max(_rounded_up(verdict.needed), more.get(one.run, 0))
+    found = []
+    if more:
+        asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
+        found.append(f"run {asked}; stored answers are not computed again")
+    if exhausted:
+        shown = first_names([f"{run} at best {_percent(margin)}" for run, margin in exhausted.items()])
+        found.append(f"add other data, or take a larger --margin: all of the data shows in {shown}")
+    return found
+
+
+def _percent(margin: float) -> str:
+    return f"{math.ceil(100 * margin)} %" if margin < 1 else "nothing"
+
+
+def _within(margin: float, comparison: Comparison) -> str:
+    return f"{100 * margin:g}{' pp' if comparison.flips is not None else ' %'}"
+
+
+def _rounded_up(number: int) -> int:
+    """To two digits."""
+    step = 10 ** max(0, len(str(number)) - 2)
+    return math.ceil(number / step) * step
 
 
 def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
-    """Judge a precision over its run entries; judged: one comparison with a verdict of each entry, of at least one.
-
-    'Equivalent everywhere' needs every entry to be equivalent, so it needs no correction: an intersection-union test
-    (Berger, Technometrics 24 (1982), 295-300). 'Worse somewhere' has Holm's (Scandinavian J. of Statistics 6 (1979),
-    65-70), so it is said in at most 5 % of suites without a difference.
-    """
-    entries = [one.run for one in judged]
-    equal = [one.run for one in judged if one.equivalence and one.equivalence.decision == "equivalent"]
-    rejected = holm([1.0 if one.test is None else one.test.p_value for one in judged])
-    worse = [one.run for one, found in zip(judged, rejected) if found and one.is_worse]
-    total, within = f"{len(entries):,} run entries", f"within {100 * margin:g} % or pp"
-    if len(entries) == 1:
-        decision = f"equivalent {within}" if equal else "worse" if worse else "not decided"
-        if not equal and rejected[0] and not worse:
-            decision = "better"
-        text = f"{decision} in the only run entry: {entries[0]}"
-    elif len(equal) == len(entries):
-        text = f"equivalent everywhere, {within} ({total})"
+    """Judge a precision over its run entries; judged: one decided comparison of each entry, of at least one."""
+    names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
+    for one in judged:
+        if one.equivalence:
+            names[one.equivalence.decision].append(one.run)
+    entries, equal, worse = [one.run for one in judged], names["equivalent"], names["worse"]
+    of = f"of {len(entries):,} run entries"
+    if len(equal) == len(entries):
+        where = f"all {len(entries):,} run entries" if len(entries) > 1 else entries[0]
+        text = f"equivalent within {100 * margin:g} % or pp in {where}"
+    elif len(entries) == 1:
+        text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} of {total} (Holm's correction): {first_names(worse)}"
+        text = f"worse in {len(worse):,} {of}: {first_names(worse)}"
+    elif undecided := names["not decided"]:
+        text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
+        text += f"; equivalent in {len(equal):,}" * bool(equal)
     else:
-        text = f"not decided: {len(equal):,} of {total} are equivalent, and none is worse (Holm's correction)"
+        text = f"better in {first_names(names['better'])}, and equivalent elsewhere"
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
 
-def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
-    """Return which hypotheses Holm's procedure rejects; at most `level` of all families have one that is true."""
-    rejected = [False] * len(p_values)
-    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
-        if p_values[index] > level / (len(p_values) - rank):
-            break
-        rejected[index] = True
-    return rejected
+def hochberg(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number: of those at most 5 %, none is of a true hypothesis in 95 % of cases.
+
+    Step-up (Hochberg, Biometrika 75 (1988), 800-802), so where all are at most 5 %, none is corrected. It needs tests
+    that are independent, or depend positively, as those of models on the same questions do.
+    """
+    corrected, least = [1.0] * len(p_values), 1.0
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")[::-1], 1):
+        least = corrected[index] = min(least, rank * p_values[index])
+    return corrected
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:

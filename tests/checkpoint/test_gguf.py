@@ -18,7 +18,7 @@ import torch
 from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize
+from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint, _logical_tensor
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
@@ -308,15 +308,17 @@ def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
     assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "F16", "F32"])
-@pytest.mark.parametrize("rows, width", [(24, 256), (97, 256), (33, 4096)])
-def test_joined_rows_are_dequantized_alike(kind, rows, width, tmp_path):
-    """Bit for bit as the library does row by row, whatever divides the number of rows."""
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "IQ2_XS", "IQ1_S", "TQ1_0", "BF16"])
+@pytest.mark.parametrize("shape", [(24, 256), (97, 256), (3, 11, 4096), (768,)])
+def test_values_of_any_type_are_those_of_the_package(kind, shape, tmp_path):
+    """Whole, and of a part of the rows; our table has the first two types."""
     size, stored_bytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    dtype = _ELEMENT_TYPES.get(kind, np.uint8)
-    values = np.random.default_rng(rows).integers(0, 64, (rows, width // size * stored_bytes), dtype=np.uint8)
+    stored_shape = (*shape[:-1], shape[-1] // size * stored_bytes)
+    values = np.random.default_rng(5).integers(0, 64, stored_shape, dtype=np.uint8)
     (tmp_path / "bytes").write_bytes(values.tobytes())
-    stored = StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, (rows, width), 0, values.size)
+    tensor = _logical_tensor(StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, shape, 0, values.size))
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(values.view(dtype), Kind[kind])
-    np.testing.assert_array_equal(_dequantize(stored, 0, rows).numpy(), expected.astype(np.float32).ravel())
+        expected = gguf.quants.dequantize(values, Kind[kind]).astype(np.float32).reshape(tensor.num_rows, -1)
+    for rows in (range(tensor.num_rows), range(3, 9)):
+        found = torch.cat([*tensor.tiles([rows])]).float().numpy()
+        np.testing.assert_array_equal(found, expected[rows.start : rows.stop].ravel())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 import shutil
 
+import numpy as np
 import pytest
 
-from flexgen_helm import cli
+from flexgen_helm import Engine, cli
+from flexgen_helm.cli.divergence import say_perplexity
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.plugin import run_answers
 from tests.helpers.suites import accuracies, write_run
@@ -16,9 +18,9 @@ from tests.helpers.suites import accuracies, write_run
 TEXT = "the quick brown fox jumps over the lazy dog, and runs. " * 20
 
 
-def command(model, tmp_path, *more):
+def command(model, tmp_path, *more, window=40):
     (tmp_path / "text").write_text(TEXT)
-    return ["divergence", str(model.path), "--text", str(tmp_path / "text"), "--window", "40", *more]
+    return ["divergence", str(model.path), "--text", str(tmp_path / "text"), "--window", str(window), *more]
 
 
 def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
@@ -28,9 +30,9 @@ def test_precisions_against_fp16_on_one_text(tiny, tmp_path, capsys):
     by_precision = {row["precision"]: row for row in json.loads(capsys.readouterr().out)["precisions"]}
     assert [*by_precision] == ["8bit", "4bit"]
     for precision, found in by_precision.items():
-        plain = ["perplexity", *argv[1:6], "--json", "--precision"]
+        plain = [*argv[:6], "--json", "--precision"]
         for name, key in (("fp16", "baseline_perplexity"), (precision, "perplexity")):
-            assert cli.main([*plain, name]) == 0
+            assert cli.main([*plain, name, "--baseline", name]) == 0
             expected = json.loads(capsys.readouterr().out)
             assert found[key] == pytest.approx(expected["perplexity"], rel=1e-6)
             assert found["tokens"] == expected["tokens_scored"]
@@ -132,17 +134,35 @@ def test_compare_shows_the_divergence_of_two_models(tiny, tmp_path, monkeypatch,
     assert f"{found['kl']['mean']:.5f}" in capsys.readouterr().out
 
 
-def test_the_room_that_is_missing_is_what_both_need(tiny, tmp_path, capsys):
-    argv, limit = command(tiny("llama"), tmp_path, "--offload-dir", str(tmp_path / "o"), "--cpu-memory"), 60_000
-    advised = r"runs with .*\(([\d,]+) bytes\) or more|\(([\d,]+) bytes\) more"
-    for _ in range(3):
-        if not cli.main([*argv, f"{limit}B"]):
-            return
-        said = " ".join(capsys.readouterr().err.split())
-        found = re.search(advised, said)
-        assert found is not None and "that is for one of the two models, which have half of the limit each" in said, (
-            said
-        )
-        in_all, more = (int((text or "0").replace(",", "")) for text in found.groups())
-        limit = 2 * in_all or limit + 2 * more
-    raise AssertionError("the advice does not help")
+@pytest.mark.parametrize("window, max_windows", [(16, 2), (7, None), (96, None)])
+def test_a_perplexity_equals_transformers(tiny, tmp_path, capsys, window, max_windows):
+    model = tiny("llama")
+    argv = command(model, tmp_path, "--precision", "fp16", "--json", window=window)
+    assert cli.main(argv + (["--max-windows", str(max_windows)] if max_windows else [])) == 0
+    found = json.loads(capsys.readouterr().out)
+    with Engine.from_pretrained(model.path) as engine:
+        ids = engine.tokenizer.encode(TEXT, add_special_tokens=False)
+    scores = []
+    for row in [ids[i : i + window] for i in range(0, len(ids), window)][:max_windows]:
+        logprobs = model.logprobs(row)
+        scores += [logprobs[i, row[i + 1]].item() for i in range(len(row) - 1)]
+    assert found["tokens_scored"] == len(scores)
+    assert found["nll"] == pytest.approx(-sum(scores), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(scores) / len(scores)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "content, window, why", [(b"", 8, "fewer than 2"), (b"the fox", 97, "96"), (b"\xff", 8, "UTF-8")]
+)
+def test_a_text_that_cannot_be_scored_is_refused(tiny, tmp_path, capsys, content, window, why):
+    argv = command(tiny("llama"), tmp_path, window=window)
+    (tmp_path / "text").write_bytes(content)
+    assert cli.main(argv) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite(capsys):
+    say_perplexity(np.array([-1e4]), as_json=False)
+    assert capsys.readouterr().out.startswith("perplexity inf over 1 token ")
+    say_perplexity(np.array([-1e4, -2e4]), as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"tokens_scored": 2, "nll": 3e4, "perplexity": None}

@@ -1,18 +1,15 @@
-"""Two models in lockstep: every figure equals a direct formula in float64 on whole rows of `transformers`."""
+"""Two models, one after the other: every figure equals a direct formula in float64 on whole rows of `transformers`."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +21,17 @@ from safetensors.torch import load_file, save_file
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine import divergence
-from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep, half_limits, kl_divergence, require_comparable
-from flexgen_helm.engine.run import Run
+from flexgen_helm.engine.divergence import (
+    Baseline,
+    Compared,
+    ComparedPrompts,
+    kl_divergence,
+    require_comparable,
+)
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, RequestError, UsageError
 from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, write_gguf
 from tests.helpers.model_folders import edit_config
-from tests.helpers.offload import within
 from tests.helpers.parity import prompts
-from tests.helpers.paths import ROOT
 from tests.helpers.quantized_sets import FORMATS
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY, TinyModel, gemma_config, llama_config, save_random
 
@@ -76,16 +76,19 @@ def ends(texts) -> ComparedPrompts:
     return ComparedPrompts(texts, compared, range(len(texts)))
 
 
-def compare(models, asked: ComparedPrompts, *, share=True, by_layer=False, options=({}, {})) -> Lockstep:
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(Engine.from_pretrained(path, **{"device": "cpu", **more}))
-            for path, more in zip(models, options)
+def compare(models, *parts: ComparedPrompts, share=True, by_layer=False, options=({}, {})) -> list[Compared]:
+    with TemporaryDirectory() as folder:
+        opened = [
+            partial(Engine.from_pretrained, path, **{"device": "cpu", **more}) for path, more in zip(models, options)
         ]
-        if share:
-            engines[0].share_every_beginning()
-        found = Lockstep(engines, asked, by_layer)
-        within(found.run, 60)
+        with opened[0]() as engine:
+            if share:
+                engine.share_every_beginning()
+            base = Baseline(parts, engine.config, EngineConfig(offload_dir=folder), by_layer)
+            base.fill(engine)
+        with opened[1]() as engine:
+            found = base.compare(engine)
+        assert not os.listdir(folder)  # nothing of it has a name, so a process that is killed leaves nothing
     return found
 
 
@@ -118,7 +121,7 @@ def test_figures_equal_the_formula_on_rows_of_transformers(pair, tmp_path, famil
     """Also where one model is in memory and the other one on the disk, and batches are smaller than they could be."""
     models, tokens = pair(family), asked(texts_that_share())
     folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28)}
-    found = compare([model.path for model in models], tokens, options=[{**folder, **more} for more in options])
+    (found,) = compare([model.path for model in models], tokens, options=[{**folder, **more} for more in options])
     expected = formula([model.reference for model in models], tokens)
     assert expected[2].min() > 0.01  # or equal rows would do
     assert_equal(found.values, expected)
@@ -129,7 +132,7 @@ def test_figures_equal_the_formula_on_rows_of_transformers(pair, tmp_path, famil
 def test_a_model_is_at_no_distance_from_itself(pair, tmp_path, family, options):
     path = pair(family)[0].path
     folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28), **options}
-    found = compare([path, path], whole(texts_that_share()), by_layer=True, options=(folder, folder))
+    (found,) = compare([path, path], whole(texts_that_share()), by_layer=True, options=(folder, folder))
     base, logprobs, kl, same = found.values
     assert np.array_equal(base, logprobs) and not kl.any() and same.all() and found.layers == (0.0,) * len(found.layers)
 
@@ -137,12 +140,11 @@ def test_a_model_is_at_no_distance_from_itself(pair, tmp_path, family, options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_relative_errors_of_layers_equal_those_of_transformers(pair, family):
     models, texts = pair(family), prompts(6, 40, seed=8)
-    found = compare([model.path for model in models], whole(texts), share=False, by_layer=True, options=({}, {}))
+    (found,) = compare([model.path for model in models], whole(texts), by_layer=True)
     squares = np.zeros((2, len(found.layers)))
     for ids in texts:
-        if len(ids) > 1:  # what follows the last token is not asked for
-            states = [hidden_states(model.reference.double(), ids[:-1]) for model in models]
-            squares += [[((b - a) ** 2).sum() for a, b in zip(*states)], [(a**2).sum() for a in states[0]]]
+        states = [hidden_states(model.reference.double(), ids) for model in models]
+        squares += [[((b - a) ** 2).sum() for a, b in zip(*states)], [(a**2).sum() for a in states[0]]]
     np.testing.assert_allclose(found.layers, np.sqrt(squares[0] / squares[1]), rtol=1e-5)
 
 
@@ -161,11 +163,11 @@ def hidden_states(model: Any, ids: list[int]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("precision", ["8bit", "4bit", "4bit-s"])
 def test_precisions_whose_caches_share_other_beginnings_or_none(pair, precision):
-    """Both compute the same batches: a quantized cache shares multiples of groups, a sparse one nothing."""
+    """A quantized cache shares multiples of groups, a sparse one nothing."""
     (model, _), beginning = pair("llama"), prompts(1, 70, seed=4)[0][:1] * 66
     texts = [[*beginning, *ids] for ids in prompts(4, 20, seed=5)]
     options = {}, {"precision": precision}
-    plain = [compare([model.path] * 2, whole(texts), share=share, options=options).values for share in (True, False)]
+    plain = [compare([model.path] * 2, whole(texts), share=share, options=options)[0].values for share in (True, False)]
     np.testing.assert_allclose(plain[0][0], plain[1][0], atol=1e-5)
     assert plain[0][2].max() > 1e-5
 
@@ -176,7 +178,7 @@ def test_rows_of_padding_count_in_their_own_model_alone(pair, tmp_path):
     wider = TinyModel(tmp_path, save_random(tmp_path, config, 3))
     for first, second in ((models[0], wider), (wider, models[0])):
         tokens = whole(texts_that_share())
-        found = compare([first.path, second.path], tokens)
+        (found,) = compare([first.path, second.path], tokens)
         assert_equal(found.values, formula([first.reference, second.reference], tokens, VOCABULARY).clip(min=-np.inf))
 
 
@@ -212,14 +214,14 @@ def test_gguf_files_against_an_original(tmp_path, kind):
     halves = {name: value.half() for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
     save_file(halves, rounded / "model.safetensors", {"format": "pt"})
     tokens = whole(texts_that_share())
-    found = compare([original.path, file], tokens)
+    (found,) = compare([original.path, file], tokens)
     assert_equal(found.values, formula([original.reference, theirs], tokens))
     assert found.values[2].max() > 1e-5
-    same = compare([rounded, file], tokens)
+    (same,) = compare([rounded, file], tokens)
     assert 0 < same.values[2].max() < 0.01 * found.values[2].max()
 
 
-@pytest.mark.parametrize("fmt, rests", [("awq", True), ("gptq-3-bits", False)])
+@pytest.mark.parametrize("fmt, rests", [("awq", True), ("gptq-act-order", False)])
 def test_quantized_folders_against_their_dequantized_originals(tmp_path, fmt, rests):
     from transformers import AutoModelForCausalLM
 
@@ -247,65 +249,41 @@ def test_quantized_folders_against_their_dequantized_originals(tmp_path, fmt, re
         tmp_path / "dequantized", dtype=torch.float32, attn_implementation="eager"
     )
     tokens = whole(texts_that_share())
-    found = compare([original.path, tmp_path / "quantized"], tokens)
+    (found,) = compare([original.path, tmp_path / "quantized"], tokens)
     assert_equal(found.values, formula([original.reference, reference.eval()], tokens))
-    same = compare([tmp_path / "dequantized", tmp_path / "quantized"], tokens, by_layer=True)
+    (same,) = compare([tmp_path / "dequantized", tmp_path / "quantized"], tokens, by_layer=True)
     if rests:  # what is read from the other folder is rounded to 16 bits
         assert 0 < same.values[2].max() < 0.01 * found.values[2].max()
     else:
         assert not same.values[2].any() and not any(same.layers)
 
 
-PAIR_OF_1B = """
-import random, sys, threading
-import psutil
-import flexgen_helm.cli.app, flexgen_helm.report.divergence
-from flexgen_helm import Engine, MemoryLimits
-from flexgen_helm.engine.divergence import ComparedPrompts, Lockstep
-
-limit, process, peak = int(sys.argv[1]), psutil.Process(), 0
-before = process.memory_info().rss
-
-def watch():
-    global peak
-    while True:
-        peak = max(peak, process.memory_info().rss)
-        threading.Event().wait(0.005)
-
-threading.Thread(target=watch, daemon=True).start()
-draw = random.Random(0)
-texts = [[draw.randrange(3, 32_000) for _ in range(128)] for _ in range(3)]
-options = {"device": "cpu", "weights": "dummy", "limits": MemoryLimits(cpu=limit // 2), "offload_dir": "off"}
-with Engine.from_pretrained("m", seed=0, **options) as first, Engine.from_pretrained("m", seed=1, **options) as second:
-    pair = Lockstep((first, second), ComparedPrompts(texts, [range(1, 128)] * 3, range(3)), by_layer=True)
-    pair.run()
-    assert pair.values[2].min() > 0.1 and min(pair.layers) > 0.1
-    print(peak - before, sum(engine.last_run["peak_bytes"]["cpu"] for engine in (first, second)))
-"""
+def test_parts_have_the_figures_that_they_have_alone(pair):
+    paths, texts = [model.path for model in pair("llama")], texts_that_share()
+    parts = [whole(texts[:3]), whole(texts[3:])]
+    for found, part in zip(compare(paths, *parts, by_layer=True), parts):
+        (alone,) = compare(paths, part, by_layer=True)
+        np.testing.assert_allclose(found.values, alone.values, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.layers, alone.layers, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_two_models_of_1b_stay_within_a_third_of_their_bytes(tmp_path):
-    layers, width, inner, vocabulary = 22, 2048, 5632, 32_000
-    config = llama_config(
-        num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=32,
-        num_key_value_heads=4, vocab_size=vocabulary, max_position_embeddings=2048, tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-    )  # fmt: skip
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
-    parameters = layers * (2 * width * width + 2 * width * 256 + 3 * width * inner) + 2 * vocabulary * width
-    limit = 2 * 2 * parameters // 3
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLEXGEN_HELM_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-c", PAIR_OF_1B, str(limit)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    grown, held = map(int, done.stdout.split())
-    print(f"{parameters:,} parameters each, limit {limit >> 20} MiB, grown by {grown >> 20} MiB, held {held >> 20} MiB")
-    assert parameters > 1e9 and grown < limit and held < limit
+def test_equal_beginnings_have_equal_numbers_and_no_others():
+    texts = texts_that_share()
+    numbers = whole(texts).state_numbers()
+    of_beginning = {}
+    for ids, known in zip(texts, numbers):
+        assert len(ids) == len(known)
+        for index, number in enumerate(known):
+            assert of_beginning.setdefault(tuple(ids[: index + 1]), number) == number
+    assert sorted(of_beginning.values()) == [*range(len(of_beginning))]
 
 
-# What goes wrong: the first error ends both, and neither waits for the other.
+# What goes wrong.
+
+
+@pytest.fixture
+def options(tmp_path):
+    return EngineConfig(offload_dir=tmp_path)
 
 
 @pytest.fixture
@@ -316,58 +294,36 @@ def engines(pair):
         Engine.from_pretrained(paths[1], device="cpu") as second,
     ):
         yield first, second
-        assert Lockstep((first, second), whole(texts_that_share())).run() is None  # they still work
-    assert not [thread for thread in threading.enumerate() if thread.name == "second model"]
 
 
-def fail(engine: Engine, layer: int, error: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
-    """Let an engine call `error` at its second visit of a layer."""
+def test_batches_that_memory_does_not_take_are_divided(engines, options, monkeypatch):
+    """Rows and states that were seen before memory ran out are seen again, and count once."""
+    asked = whole([ids * 40 for ids in prompts(40, 2, seed=1)])
+    found = []
+    for runs_out in (False, True):
+        with monkeypatch.context() as patch:
+            base = Baseline([asked], engines[0].config, options, True)
+            for engine in engines if runs_out else ():
+                fail_once(engine, MemoryError(), patch)
+            base.fill(engines[0])
+            found += base.compare(engines[1])
+            assert [engine.last_run["halvings"] for engine in engines] == [int(runs_out)] * 2
+    np.testing.assert_allclose(found[0].values, found[1].values, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[0].layers, found[1].layers, rtol=1e-4)
+
+
+def fail_once(engine: Engine, error: Exception, patch: pytest.MonkeyPatch) -> None:
+    """Let an engine fail at its first visit of layer 2."""
     decoder, visits = engine._model.decoder, []
     compute = decoder.layer
 
     def broken(weights, number, *arguments):
-        if number == layer:
+        if number == 2 and not visits:
             visits.append(1)
-            if len(visits) == 2:
-                error()
+            raise error
         return compute(weights, number, *arguments)
 
     patch.setattr(decoder, "layer", broken, raising=False)
-
-
-def raise_it(error: BaseException) -> None:
-    raise error
-
-
-@pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_error_of_either_ends_both_at_once(engines, monkeypatch, number, layer, by_layer):
-    with monkeypatch.context() as patch:
-        fail(engines[number], layer, lambda: raise_it(OSError("the disk is gone")), patch)
-        with pytest.raises(OSError, match="the disk is gone"):
-            within(Lockstep(engines, batches_of_one(), by_layer).run)
-
-
-def batches_of_one() -> ComparedPrompts:
-    """Prompts that take several batches."""
-    return whole([ids * 40 for ids in prompts(40, 2, seed=1)])
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_real_interrupt_ends_both(engines, monkeypatch, number):
-    """The signal arrives while the first model computes, and while it waits for the second."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        fail(engines[number], 1, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
-        Lockstep(engines, batches_of_one()).run()
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_memory_that_runs_out_is_a_sentence(engines, monkeypatch, number):
-    with monkeypatch.context() as patch:
-        fail(engines[number], 1, lambda: raise_it(MemoryError()), patch)
-        with pytest.raises(MemoryLimitError, match="memory ran out .* models that are compared cannot .* --cpu-memory"):
-            within(Lockstep(engines, batches_of_one()).run)
 
 
 def test_a_prompt_that_only_the_second_cannot_take_is_refused(pair, tmp_path):
@@ -377,26 +333,33 @@ def test_a_prompt_that_only_the_second_cannot_take_is_refused(pair, tmp_path):
         compare([pair("llama")[0].path, tmp_path], whole([[5, 6, 7], [*range(2, 42)]]))
 
 
-def test_values_that_are_not_finite_are_refused(engines, monkeypatch):
+def test_values_that_are_not_finite_are_refused(pair, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(divergence, "kl_divergence", lambda p, q: torch.full((len(p),), torch.inf))
         with pytest.raises(FlexgenError, match="90 of 360 compared values are not finite"):
-            Lockstep(engines, whole([[*range(2, 93)]])).run()
+            compare([model.path for model in pair("llama")], whole([[*range(2, 93)]]))
+
+
+def test_logits_that_the_disk_lost_are_noticed(engines, options):
+    base = Baseline([whole([[*range(2, 93)]])], engines[0].config, options)
+    base.fill(engines[0])
+    base.logits[45] = 0
+    with pytest.raises(FlexgenError, match="the stored logits are not those that were computed"):
+        base.compare(engines[1])
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_models_that_compute_different_tokens_are_noticed(engines, monkeypatch, by_layer):
-    """A defect: the second one's batches are not the first one's."""
-    honest = Run._next_pass
-
-    def changed(run: Run):
-        batches = honest(run)
-        return batches[::-1] if threading.current_thread().name == "second model" else batches
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "_next_pass", changed)
-        with pytest.raises(FlexgenError, match="have computed different tokens; this is a bug"):
-            within(Lockstep(engines, batches_of_one(), by_layer).run)
+def test_the_room_of_logits_is_known_before_anything_is_computed(engines, options, by_layer):
+    asked, config = whole([[*range(2, 93)]] * 2), engines[0].config
+    states = 91 * (config.num_layers + 1) * config.state_size * by_layer
+    base = Baseline([asked], config, options, by_layer)
+    assert base.num_bytes == 4 * (180 * VOCABULARY + states) == base.logits.nbytes + base.states.nbytes
+    limited = replace(options, limits=MemoryLimits(disk=base.num_bytes + 5))
+    assert Baseline([asked], config, limited, by_layer).beside(limited).limits == MemoryLimits(disk=5)
+    assert base.beside(options).limits.disk is None
+    limited = replace(options, limits=MemoryLimits(disk=base.num_bytes - 1))
+    with pytest.raises(MemoryLimitError, match="what is compared take .* with --offload-dir, raise --disk"):
+        Baseline([asked], config, limited, by_layer)
 
 
 # What cannot be compared, before weights are read.
@@ -449,15 +412,8 @@ def test_models_of_other_depths_and_widths_compare(pair, tmp_path):
     for options in (({}, {}), (PASSES, STREAMED)):
         for models in ((small, large), (large, small)):
             folder = {"offload_dir": tmp_path / "o", "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28)}
-            found = compare([m.path for m in models], tokens, options=[{**folder, **more} for more in options])
+            (found,) = compare([m.path for m in models], tokens, options=[{**folder, **more} for more in options])
             assert_equal(found.values, formula([model.reference for model in models], tokens))
-
-
-def test_both_have_half_of_the_limits(tmp_path):
-    options = EngineConfig(limits={"cpu": 1001, "disk": 51}, device="cpu", offload_dir=tmp_path)
-    assert half_limits(options) == MemoryLimits(gpu=0, cpu=500, disk=25)
-    unlimited = half_limits(EngineConfig(device="cpu", offload_dir=tmp_path))
-    assert unlimited.disk is None and unlimited.cpu > 1 << 28
 
 
 def test_what_has_no_chance_in_the_baseline_adds_nothing():

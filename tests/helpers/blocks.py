@@ -16,10 +16,13 @@ def drawn_blocks(fmt: BlockFormat, rows: int, width: int, seed: int = 0) -> torc
     for at in half_scales(fmt):
         blocks[:, at + 1] &= 0xBF  # one bit of the exponent
     if fmt.name in TYPES:
-        code, scale = TYPES[fmt.name]
-        size = 1 if scale == "F8_E8M0" else SCALARS[scale].itemsize
+        code, scale, *_ = TYPES[fmt.name]
+        size = SCALARS[scale].itemsize
         blocks[:, size - 1] &= 0xBF
         codes = blocks[:, size:]
+        if scale == "F8_E4M3":  # behind what divides them
+            blocks[:, 3] = 0x42
+            blocks[:, 4:12] &= 0xFB
         if code.startswith("F8"):  # no number, or infinite
             codes[~codes.view(SCALARS[code]).float().isfinite()] = 0x55
     if fmt.name == "MXFP4":
@@ -39,34 +42,61 @@ def half_scales(fmt: BlockFormat) -> list[int]:
 def published_values(packed: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """Values [rows, width] as the `gguf` package decodes them, or PyTorch's own types."""
     if fmt.name in TYPES:
-        code, scale = TYPES[fmt.name]
-        blocks = packed.reshape(-1, fmt.block_bytes)
-        size = 1 if scale == "F8_E8M0" else SCALARS[scale].itemsize
-        factors = blocks[:, :size].clone().view(SCALARS[scale]).float()
-        codes = blocks[:, size:].clone()
-        if code == "FP4":
-            codes = E2M1[torch.stack((codes & 15, codes >> 4), 2).flatten(1).long()]
-        else:
-            codes = codes.view(SCALARS[code]).float()
-        return (codes * factors).view(len(packed), -1)
+        return _scaled_values(packed.reshape(-1, fmt.block_bytes), *TYPES[fmt.name]).view(len(packed), -1)
     import gguf  # the machine of `make gpu-check` has none
 
     with np.errstate(all="ignore"):
         return torch.from_numpy(gguf.quants.dequantize(packed.numpy(), gguf.GGMLQuantizationType[fmt.name]))
 
 
+def _scaled_values(blocks: torch.Tensor, code: str, scale: str, _: int, more: str = "") -> torch.Tensor:
+    size = SCALARS[scale].itemsize
+    factors, codes = blocks[:, :size].clone().view(SCALARS[scale]).float(), blocks[:, size:].clone()
+    if scale == "F8_E4M3":
+        divisor, scales = blocks[:, :4].clone().view(torch.float32), blocks[:, 4:12].clone().view(SCALARS[scale])
+        factors, codes = (scales.float() / divisor).repeat_interleave(16, 1), blocks[:, 12:]
+    if more == "1 / 127":
+        factors = factors * (1 / 127)
+    zeros = torch.zeros(len(blocks), 1)
+    if more == "zero":
+        zeros, codes = codes[:, :1].clone().view(SCALARS[code]).float(), codes[:, 1:].clone()
+    if code == "FP4":
+        values = E2M1[torch.stack((codes & 15, codes >> 4), 2).flatten(1).long()]
+    elif code == "NF4":
+        values = NF4[torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()]
+    elif code == "U3":
+        bits = torch.from_numpy(np.unpackbits(codes.numpy(), axis=1, bitorder="little"))
+        values = (bits.unflatten(1, (-1, 3)) * torch.tensor([1, 2, 4])).sum(2).float()
+    else:
+        values = codes.view(SCALARS[code]).float()
+    return (values - zeros) * factors
+
+
 SCALARS = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U3": torch.uint8,
 }  # fmt: skip
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-# Of folders: a scale, and codes behind it.
+# bitsandbytes.functional.create_normal_map, as its files store it
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+# Of folders: a scale, or several, and codes behind.
 SCALED = {
-    (code, scale, values): scaled_format(code, scale, values)
+    (code, scale, values): scaled_format(code, scale, values, values)
     for code in ("F8_E4M3", "F8_E5M2", "I8", "FP4")
     for scale, values in (("F32", 128), ("BF16", 64), ("F16", 128), ("F8_E8M0", 32))
 }
-TYPES = {fmt.name: key[:2] for key, fmt in SCALED.items()}
+SCALED |= {
+    ("FP4", "F8_E4M3", 16): scaled_format("FP4", "F8_E4M3", 128, 16, is_divided=True),
+    ("NF4", "F32", 64): scaled_format("NF4", "F32", 64, 64),
+    ("I8", "F32", 128, "1 / 127"): scaled_format("I8", "F32", 128, 128, factor=1 / 127),
+    ("I8", "F32", 64, "zero"): scaled_format("I8", "F32", 64, 64, has_zero=True),
+    ("U3", "F16", 32, "zero"): scaled_format("U3", "F16", 32, 32, has_zero=True),
+}
+TYPES = {fmt.name: key for key, fmt in SCALED.items()}
 FORMATS = list(BLOCK_FORMATS.values())
 NAMES = list(BLOCK_FORMATS)
 EVERY_FORMAT = [*FORMATS, *SCALED.values()]

@@ -174,7 +174,7 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], draw: np.random.Generator)
     largest = 1e-2 / 2 ** (sum(part.width for part in fmt.scales[1].parts) if len(fmt.scales) > 1 else 2)
     for numbers in (*fmt.scales, *fmt.offsets):
         for at in range(numbers.count):
-            if numbers.is_half:
+            if numbers.floating == "F16":
                 scale = draw.uniform(-largest, largest, len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
                 blocks[:, [part.bytes[at] for part in numbers.parts]] = scale
             elif numbers.table is not None:

@@ -262,6 +262,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
     "gptq-version-2": (_gptq_config(checkpoint_format="gptq_v2"), partial(gptq, version=2)),
     "gptq-act-order": (_gptq_config(desc_act=True), partial(gptq, act_order=True)),
     "gptq-cut-group": (_gptq_config(group_size=64), partial(gptq, size=64, has_index=False)),
+    "gptq-groups-of-16": (_gptq_config(group_size=16), partial(gptq, size=16)),
     "awq": (_awq_config(32), awq),
     "awq-cut-group": (_awq_config(64), partial(awq, size=64)),
     "int4-packed-cut-group": (_compressed("pack-quantized", group_size=40), partial(packed, size=40)),

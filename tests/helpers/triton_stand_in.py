@@ -34,5 +34,6 @@ def block_format(given: dict[str, Any], layout: Tensor) -> BlockFormat:
         table = layout[values : values + (1 << sum(widths))].view(torch.float32)
         return Numbers(parts[::-1], table=tuple(table.tolist()))
 
-    (codes,), scales, offsets = (tuple(numbers(*x) for x in kind) for kind in given["numbers"])
-    return BlockFormat("", codes.count, given["block_bytes"], codes, scales, offsets, given["sign"] < 0)
+    (codes,), scales, offsets, zeros = (tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4])
+    size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["numbers"][4]
+    return BlockFormat("", codes.count, size, codes, scales, offsets, subtracts, zeros, divides)

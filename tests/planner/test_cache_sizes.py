@@ -14,7 +14,7 @@ from tests.helpers.planning_problems import config
 OPT = config("opt-125m")  # 12 layers, 12 heads of 64 elements: 1,536 elements a token and layer
 FORMATS = {
     **{name: precision.cache for name, precision in PRECISIONS.items() if precision.cache is not None},
-    "keys alone": CacheFormat(GroupFormat(3, 32, "out"), None, residual_window=5),
+    "keys alone": CacheFormat(GroupFormat(8, 32, "out"), None, residual_window=5),
     "filled groups": CacheFormat(GroupFormat(4, 128, "in"), GroupFormat(8, 48, "in"), residual_window=9),
 }
 

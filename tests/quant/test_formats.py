@@ -22,7 +22,7 @@ from flexgen_helm.quant.arithmetic import (
 )
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
-from flexgen_helm.quant.packing import dequantize, pack_codes, quantize, unpack_codes
+from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
 PAPER = GroupFormat(4, 64, "out", "pair", "range")
@@ -36,21 +36,12 @@ def matrix(rows, width, scale=1.0, seed=0):
 
 formats = st.builds(
     lambda bits, group, axis, kind: GroupFormat(bits, group, axis, *kind),
-    st.integers(2, 8),
+    st.sampled_from([4, 8]),
     st.sampled_from([8, 32, 64, 128]),
     st.sampled_from(["in", "out"]),
     st.sampled_from([("pair", "range"), ("word", "range"), ("word", "error")]),
 )
 sizes = st.tuples(st.integers(1, 140), st.integers(1, 140))
-
-
-@given(st.integers(2, 8), st.integers(1, 9), st.randoms(use_true_random=False))
-@settings(deadline=None)
-def test_codes_come_back(bits, groups, random):
-    codes = torch.tensor([[random.randrange(1 << bits) for _ in range(16)] for _ in range(groups)], dtype=torch.uint8)
-    packed = pack_codes(codes, bits)
-    assert packed.shape == (groups, 2 * bits) and packed.dtype == torch.uint8
-    assert torch.equal(unpack_codes(packed, bits), codes)
 
 
 @given(formats, sizes, st.floats(1e-6, 50.0), st.integers(0, 9))
@@ -211,7 +202,6 @@ def test_the_fit_of_a_part_is_that_of_the_whole(monkeypatch):
 
 KERNELS = [PAPER, OURS, GroupFormat(4, 64, "in"), GroupFormat(4, 128, "in", "word"), EIGHT, ROWS_IN_EIGHT]
 KERNELS += [GroupFormat(8, 24, "out", "pair"), GroupFormat(8, 64, "in", "pair")]
-WITHOUT_KERNEL = GroupFormat(3, 64, "out")
 
 
 def apart(rows: torch.Tensor) -> torch.Tensor:
@@ -221,7 +211,7 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack((rows, rows.flip(1)), 1).flatten(1)[:, : rows.shape[1]]
 
 
-@pytest.mark.parametrize("fmt", [*KERNELS, WITHOUT_KERNEL], ids=str)
+@pytest.mark.parametrize("fmt", KERNELS, ids=str)
 @given(sizes, st.integers(1, 3))
 @settings(deadline=None, max_examples=10)
 def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
@@ -339,14 +329,12 @@ def test_the_numba_kernels_are_used(monkeypatch):
         patch.setattr(kernels, "dequantize_with_torch", None)
         for fmt in KERNELS:
             dequantize_into(quantize(matrix(64, 64), fmt), fmt, torch.empty(64, 64))
-        with pytest.raises(TypeError):
-            dequantize_into(quantize(matrix(64, 64), WITHOUT_KERNEL), WITHOUT_KERNEL, torch.empty(64, 64))
     monkeypatch.setattr(kernels, "loops", lambda: None)
     assert torch.equal(dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64))
 
 
 @pytest.mark.parametrize(
-    "bits, group, fit", [(1, 64, "range"), (9, 64, "range"), (4, 4, "range"), (4, 20, "range"), (4, 64, "error")]
+    "bits, group, fit", [(3, 64, "range"), (16, 64, "range"), (4, 4, "range"), (4, 20, "range"), (4, 64, "error")]
 )
 def test_impossible_formats_are_refused(bits, group, fit):
     with pytest.raises(UsageError):

@@ -13,7 +13,7 @@ from flexgen_helm.planner.placement import DEVICE_UPCAST_ELEMENTS
 from flexgen_helm.progress import Message, observed_by
 from flexgen_helm.quant import kernels
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import BLOCK_FORMATS, GroupFormat
+from flexgen_helm.quant.formats import BLOCK_FORMATS
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -150,7 +150,6 @@ def test_triton_takes_what_its_kernels_can_address():
     for unsuited in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096)):
         assert not kernels._is_for_triton(unsuited, OURS, good)
     assert kernels._is_for_triton(odd, Q4_0, good)  # blocks are read byte by byte
-    assert not kernels._is_for_triton(good, GroupFormat(3), good)  # no kernel
 
 
 @pytest.mark.parametrize("rows, width, tiles", [(33, 64, 1), (28672, 8192, 1), (53248, 16384, 4)])

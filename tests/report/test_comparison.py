@@ -13,14 +13,10 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, interval_scales, speeds_table
+from flexgen_helm.report.tables import comparison_tables, comparison_to_json, interval_scales, summary_table
 from tests.helpers.suites import accuracies, write_run
-
-
-def speed_rows(model):
-    return list(speeds_table(model.speeds).cells.itertuples(index=False, name=None))
 
 
 def write_accuracies(suite, precision, right, **more):
@@ -45,10 +41,10 @@ def test_accuracies_are_compared_by_instance(tmp_path):
         800,
     )
     assert comparison.change == pytest.approx(changed.mean() - base.mean()) and comparison.kind == "difference"
-    assert (comparison.test.name, comparison.test.lost, comparison.test.won) == ("McNemar", lost, won)
+    assert (comparison.flips.lost, comparison.flips.won) == (lost, won)
     smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
-    assert comparison.test.p_value == pytest.approx(min(1.0, 2 * smaller))
-    # The percentile interval of a mean is the normal one when there are many instances.
+    assert comparison.p_value == pytest.approx(min(1.0, 2 * smaller), rel=0.025)
+    # The interval of a mean is the normal one when there are many instances.
     error = 1.96 * (changed - base).std() / math.sqrt(800)
     assert comparison.interval == pytest.approx(
         (comparison.change - error, comparison.change + error), abs=0.15 * error
@@ -91,8 +87,8 @@ def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
     word = changes["word_perplexity"]
     assert word.kind == "ratio" and word.run == "wikitext"
     assert word.change == pytest.approx(expected["4bit"]["word_perplexity"] / expected["fp16"]["word_perplexity"])
-    assert word.interval[0] < word.change < word.interval[1] and word.interval[1] - word.interval[0] < 0.02
-    assert word.test.name == "permutation" and word.test.p_value < 0.001
+    # 3.7 in 62 documents may not have been seen, and have changed by a factor of e.
+    assert 1 - 3.7 / 62 < word.interval[0] < word.change < word.interval[1] < word.change * math.exp(3.7 / 62)
     assert changes["bits_per_byte"].change == pytest.approx(
         expected["4bit"]["bits_per_byte"] - expected["fp16"]["bits_per_byte"]
     )
@@ -123,7 +119,7 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     assert accuracy.axis == ("-100", "0", "+100 pp") and low < -0.25 < 0 < high  # no change is in the middle
     assert (accuracy.low, accuracy.point, accuracy.high) == pytest.approx((50 + 50 * low, 37.5, 50 + 50 * high))
     assert word.axis == token.axis == ("×0.333", "×1", "×3") and token.high <= word.high <= 100
-    assert bits.axis == ("-0.5", "0", "+0.5") and 50 < bits.high <= 100
+    assert bits.axis == ("-2", "0", "+2") and 50 < bits.high <= 100
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
 
 
@@ -131,7 +127,7 @@ def test_the_verdict_is_above_all_else(tmp_path):
     write_accuracies(tmp_path, "fp16", np.ones(500))
     write_accuracies(tmp_path, "4bit", np.ones(500))
     page = comparison_page(compare_suite(tmp_path), "s")
-    verdict = "4bit: equivalent within 1 % or pp in the only run entry: mc:mode=a"
+    verdict = "4bit: equivalent within 1 % or pp in mc:mode=a"
     assert page.to_text().splitlines()[:2] == ["s: fp16 and other precisions", verdict]
     assert page.to_markdown().splitlines()[2] == f"**{verdict}**"
     html = page.to_html()
@@ -156,7 +152,7 @@ def test_subjects_are_also_compared_together(tmp_path):
     base, changed = map(np.array, sides.values())
     assert (pooled.run, pooled.instances, len(model.comparisons)) == ("mmlu (3 runs)", 60, 3)
     assert pooled.change == pytest.approx(changed.mean() - base.mean())
-    assert pooled.test.lost == ((base == 1) & (changed == 0)).sum()
+    assert pooled.flips.lost == ((base == 1) & (changed == 0)).sum()
     content = comparison_to_json([model], "s")["models"]["tiny"]
     assert len(content["pooled"]) == 1 and len(content["comparisons"]) == 3
 
@@ -197,7 +193,8 @@ def test_speeds_of_different_work_are_noted(tmp_path):
     (model,) = compare_suite(tmp_path)
     work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
     assert any("not of the same work" in note and work in note for note in model.notes)
-    assert [row[:2] for row in speed_rows(model)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
+    assert [speed["instances"] for speed in model.speeds] == [3, 3, 2]
+    assert list(summary_table(model).cells["tokens/s"]) == ["500"] * 3
 
 
 def test_nothing_to_compare_is_one_message(tmp_path):
@@ -239,7 +236,9 @@ def test_models_are_compared_as_precisions_are(tmp_path, capsys):
     assert cli.main([*command, str(tmp_path / "as-precisions")]) == 0
     by_precision = json.loads(capsys.readouterr().out)
     renamed = json.dumps(by_precision["models"]).replace('"fp16"', '"a"').replace('"4bit"', '"b"')
-    assert by_model["models"] == json.loads(renamed)
+    renamed = json.loads(renamed)
+    assert by_model["models"]["a"].pop("costs") == {} != renamed["a"].pop("costs")
+    assert by_model["models"] == renamed
     found = [json.loads(line) for line in (tmp_path / "flips.jsonl").read_text().splitlines()]
     assert {(flip["precision"], flip["direction"]) for flip in found} == {("b", "lost"), ("b", "won")}
 
@@ -272,7 +271,7 @@ def test_csv_has_the_numbers_of_json(tmp_path, capsys):
     assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
     assert list(frame["change"]) == pytest.approx([comparison.change for comparison in model.comparisons])
-    assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
+    assert frame["flips.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
     low, high = zip(*(comparison.interval for comparison in model.comparisons))
     assert list(frame["interval.low"]) == pytest.approx(low) and list(frame["interval.high"]) == pytest.approx(high)
     assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
@@ -294,4 +293,4 @@ def test_the_page_is_self_contained(tmp_path):
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     html = comparison_page(compare_suite(tmp_path), "<suite>").to_html()
     assert "&lt;suite&gt;: fp16" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
-    assert "0.6667" in html and "1.0000 (1 : 1)" in html and len(html) < 30_000
+    assert "0.6667" in html and "1.0000" in html and len(html) < 30_000

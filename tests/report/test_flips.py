@@ -60,6 +60,20 @@ def test_flips_have_both_answers_by_direction(tmp_path):
     assert (flips.lost, flips.won, flips.changed) == (2, 1, 1)
 
 
+def test_flips_of_every_metric_are_listed_once(tmp_path):
+    """A flip of F1 alone is there, with its metric; one of both metrics is that of the first."""
+    sides = {"fp16": [(1, 1.0), (1, 1.0), (0, 0.5), (1, 1.0)], "4bit": [(0, 0.0), (1, 0.8), (0, 0.6), (1, 1.0)]}
+    for precision, values in sides.items():
+        instances = {f"id{i}": {"exact_match": x, "f1_score": f} for i, (x, f) in enumerate(values)}
+        states = [request_state(key, key, precision) for key in instances]
+        scores = {name: np.mean([one[name] for one in instances.values()]) for name in ("exact_match", "f1_score")}
+        write_run(tmp_path, "qa", precision, scores, instances, states=states)
+    found = {group.direction: [(f.instance, f.metric, f.score) for f in group.flips] for group in groups(tmp_path)}
+    assert found["lost"] == [("id0", "exact_match", 0.0), ("id1", "f1_score", 0.8)]
+    assert found["won"] == [("id2", "f1_score", 0.6)] and found["changed"] == [("id3", "exact_match", 1.0)]
+    assert "f1_score 0.8)" in comparison_page(compare_suite(tmp_path), "s").to_html()
+
+
 def pieces(spelling, text):
     """A text's tokens; of characters alone, "é" is two of bytes, as HELM spells them."""
     return re.findall(spelling, text if spelling.startswith(r"\w") else text.replace("é", "bytes:\\xc3bytes:\\xa9"))
@@ -132,14 +146,16 @@ def test_perplexities_and_unknown_answers_have_no_flips_to_list(tmp_path):
     assert (lost.flips[0].baseline_answer, lost.flips[0].answer, lost.flips[0].logprob) == ("a", "", None)
 
 
-def test_the_page_lists_flips_first_escaped_and_with_links_that_lead_somewhere(tmp_path):
+def test_the_page_lists_flips_escaped_and_with_links_that_lead_somewhere(tmp_path):
     suite = tmp_path / "s"
     write_answers(
         suite, "boolq:x=#%?", {"fp16": [(1, HOSTILE, -0.1), (0, " \n", -2.0)], "4bit": [(0, "no", -1.1), (1, "", -2.0)]}
     )
     runs = read_finished_runs(suite)
     made = comparison_page(compare_runs(runs), "s").to_html(suite)
-    assert made.index("<h2>Flips</h2>") < made.index("<h2>flexgen/tiny</h2>")
+    assert (
+        made.index("<h1>") < made.index("<b>Next:") < made.index("<h2>flexgen/tiny</h2>") < made.index("<h2>Flips</h2>")
+    )
     assert "<script" not in made and html.escape("<script>alert(") in made and "{{ 7 * 7 }}" in made
     assert "<dt>expected</dt>" in made and "<dt>right</dt>" not in made, "right is no side"
     assert "only white space" in made and ">empty<" in made and "log-probability -0.10" in made

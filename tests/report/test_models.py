@@ -9,7 +9,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.choice import choose_precisions
+from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import comparison_page, suite_page
 from flexgen_helm.report.suite import read_suite
@@ -17,7 +17,7 @@ from tests.helpers.suites import accuracies, write_run
 
 FULL = {"BF16": 990, "F32": 10}
 Q4_1 = {"Q4_1": 9_750, "F32": 250}
-NOTHING_LACKS = "equivalent within 1 % or pp in the only run entry: mc:mode=a"
+NOTHING_LACKS = "equivalent within 1 % or pp in mc:mode=a"
 INCONCLUSIVE = "inconclusive: no full-precision baseline"
 
 
@@ -40,7 +40,7 @@ def test_a_full_precision_baseline_bears_verdicts_on_other_models(tmp_path):
     texts, model = verdicts(tmp_path, "base")
     assert texts == {"base-q4": NOTHING_LACKS} and not model.remedy and model.base.is_full_precision
     page = comparison_page([model], "s")
-    assert page.facts["baseline"] == "flexgen/base in fp16; at rest 99 % BF16, 1 % F32" and "next" not in page.facts
+    assert page.facts["baseline"] == "flexgen/base in fp16; at rest 99 % BF16, 1 % F32" and not page.next_steps[1:]
     assert page.facts["model"] == "flexgen/base; flexgen/base-q4" and page.facts["precisions"] == "fp16"
 
 
@@ -130,15 +130,17 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
     texts, model = verdicts(tmp_path, "a")
     assert [one.precision for one in model.comparisons] == ["a-4bit", "b", "b-4bit"]
     for one, right in zip(model.comparisons, list(sides.values())[1:]):
-        assert (one.test.lost, one.test.won) == (((base > right).sum()), ((base < right).sum()))
+        assert (one.flips.lost, one.flips.won) == (((base > right).sum()), ((base < right).sum()))
     assert texts["b"] == texts["b-4bit"] == INCONCLUSIVE != texts["a-4bit"]
     assert model.remedy.endswith("--baseline b")
     assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
-    assert "precision" not in comparison_page([model], "s").to_markdown().split("### Speed")[1].splitlines()[2]
+    assert (
+        "precision"
+        not in comparison_page([model], "s").to_markdown().split("### Verdicts and costs")[1].splitlines()[2]
+    )
     assert verdicts(tmp_path, "b")[0]["a"] != INCONCLUSIVE
     assert set(verdicts(tmp_path, "b-4bit")[0].values()) >= {INCONCLUSIVE}
-    with pytest.raises(UsageError, match="--choose takes a precision of one model"):
-        choose_precisions([model])
+    assert costs(model) == {}
 
 
 def test_within_a_model_the_line_about_the_baseline_suffices(tmp_path):

@@ -85,6 +85,12 @@ def test_a_page_is_readable(window, suite, name):
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
 
+def test_a_phone_shows_the_verdicts_first(window, suite):
+    window.open(suite / "flexgen_compare.html")
+    window.show(390, "light")
+    assert window.run("return document.querySelector('h1').getBoundingClientRect().top") < 100
+
+
 def test_an_interval_has_an_axis_with_its_ends_and_middle(window, suite):
     window.open(suite / "flexgen_compare.html")
     for width in WIDTHS:

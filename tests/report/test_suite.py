@@ -14,11 +14,10 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from flexgen_helm.report.comparison import comparison_to_json
 from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, scores_page, suite_page
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
 from flexgen_helm.report.suite import read_suite, suite_to_json
-from flexgen_helm.report.tables import Table
+from flexgen_helm.report.tables import Table, comparison_to_json
 from flexgen_helm.report.throughput import padding
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
@@ -71,8 +70,8 @@ def test_throughput_padding_and_usage(suite):
     assert rows["time, measured"] == ["16.0 s", "16.0 s"] and rows["disk to memory: weights"] == ["3 GiB"] * 2
     assert rows["peak in memory"] == ["2 GiB"] * 2 and rows["limit in memory"] == ["4 GiB"] * 2
     assert "memory to GPU: weights" not in rows and "limit in GPU memory" not in rows
-    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[0].title == "4bit against fp16: verdicts"
-    assert compared.tables[1].title == "4bit against fp16"
+    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[1].title == "4bit against fp16: verdicts"
+    assert compared.tables[2].title == "4bit against fp16"
     json.dumps(suite_to_json(report), allow_nan=False)
 
 

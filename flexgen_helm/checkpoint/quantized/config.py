@@ -5,12 +5,14 @@ The stored tensors decide which modules are quantized: what `modules_to_not_conv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.quant.formats import BlockFormat, scaled_format
 
 HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -27,7 +29,8 @@ class Quantization:
     bits: of a code, where the method does not say it.
     symmetric: zero points are all 2 ** (bits - 1); False if they must be stored; None if unknown.
     act_order: groups are of inputs in an order of their own, so that a g_idx must be stored; None if unknown.
-    ignored: modules of compressed-tensors that are plain: names, or after 're:' what they begin with; for plans.
+    ignored: modules that are plain: names, or after 're:' what they begin with; for plans.
+    layout: how a method with several stores weights; for plans.
     """
 
     method: str
@@ -39,10 +42,39 @@ class Quantization:
     symmetric: bool | None = None
     act_order: bool | None = None
     ignored: tuple[str, ...] = ()
+    layout: str = ""
+
+    def planned_format(self, width: int) -> BlockFormat | None:
+        """Return the format of rows of a width in most files of this kind, if they rest as published."""
+        planned = _PLANNED.get(self.layout or self.method)
+        if planned is None and self.bits and not self.act_order:
+            planned = f"U{self.bits}", "F16", 0
+        if planned is None:
+            return None
+        codes, scale, shared = planned
+        is_stored = self.symmetric is False or (self.method in ("gptq", "awq") and not self.symmetric)
+        shared = (*self.group_sizes, shared)[0] or width
+        fmt = scaled_format(codes, scale, width, shared, has_zero=is_stored, is_divided=scale == "F8_E4M3")
+        return fmt if fmt is not None and fmt.has_loop else None
 
     @property
     def title(self) -> str:
         return self.method + (f" {self.bits}-bit" if self.bits else "")
+
+
+# Codes, scales, and values of a scale (0: a row) in most files; see `scaled_format`.
+_PLANNED = {
+    "mxfp4": ("FP4", "F8_E8M0", 32),
+    "fp8": ("F8_E4M3", "F32", 128),
+    "mxfp8": ("F8_E4M3", "F8_E8M0", 32),
+    "fbgemm_fp8": ("F8_E4M3", "F32", 0),
+    "float-quantized": ("F8_E4M3", "BF16", 0),
+    "int-quantized": ("I8", "BF16", 0),
+    "nvfp4-pack-quantized": ("FP4", "F8_E4M3", 16),
+    "mxfp4-pack-quantized": ("FP4", "F8_E8M0", 32),
+    "bitsandbytes in 4 bits": ("NF4", "F32", 64),
+    "bitsandbytes": ("I8", "F32", 0),
+}
 
 
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
@@ -167,6 +199,7 @@ def _gptq_options(settings: _Settings) -> dict[str, Any]:
         "group_sizes": _group_sizes(cases),
         "symmetric": _agreed(cases, "sym"),
         "act_order": _agreed(cases, "desc_act"),
+        "ignored": tuple(f"re:{key[2:]}" for key in settings.get("dynamic") or () if key.startswith("-:")),
     }
     for rule in rules:
         _require_known(rule, "gptq")
@@ -187,7 +220,8 @@ def _awq_options(settings: _Settings) -> dict[str, Any]:
     for key, value in (("bits", 4), ("w_bit", 4), ("zero_point", True)):
         _require(key, settings.get(key, value), (value,), "awq")
     early = {"group_size": settings.get("q_group_size")}
-    return {"group_sizes": _group_sizes([settings, early])}
+    plain = (f"re:.*{re.escape(str(name))}" for name in settings.get("modules_to_not_convert") or ())
+    return {"group_sizes": _group_sizes([settings, early]), "ignored": tuple(plain)}
 
 
 _COMPRESSED_FORMATS = (
@@ -223,11 +257,16 @@ def _compressed_options(settings: _Settings) -> dict[str, Any]:
         # Where only weights are sorted ('weight', 'static'), groups are of inputs in order.
         "act_order": _agreed(weights, "actorder") in (True, "group", "dynamic") or None,
         "ignored": tuple(map(str, settings.get("ignore") or ())),
+        "layout": next(iter(formats - {None}), "") if len(formats - {None}) == 1 else "",
         "bits": _agreed(weights, "num_bits") if formats <= {"pack-quantized", None} else None,
     }
     for part in (*groups, *weights):
         _require_known(part, "compressed-tensors")
     return options
+
+
+def _bitsandbytes_options(settings: _Settings) -> dict[str, Any]:
+    return {"layout": "bitsandbytes in 4 bits" if settings.get("load_in_4bit") else ""}
 
 
 # Method -> reader of what `Quantization` needs of its settings.
@@ -239,7 +278,7 @@ METHODS: Mapping[str, Callable[[_Settings], dict[str, Any]]] = {
     "gptq": _gptq_options,
     "awq": _awq_options,
     "compressed-tensors": _compressed_options,
-    "bitsandbytes": _no_options,
+    "bitsandbytes": _bitsandbytes_options,
 }
 _CODEBOOKS = "its code books need the kernels of its own package"
 _UNSUPPORTED = {

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import row_tiles
+from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, MOST_THREADS, row_tiles
+from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
+from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.progress import Message, report
+from flexgen_helm.quant.block_products import decode_into
 
-# Types that a tensor can have without scales.
-FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # All types of which stored tensors are decoded.
 TORCH_TYPES = {
     **FLOAT_TYPES,
@@ -40,16 +43,16 @@ class LogicalTensor:
     shape: of the tensor.
     dtype: safetensors' name of the type to which its values belong.
     parts: the stored tensors; the first one holds the values.
-    prepare: reads what all rows need, such as scales, and returns what reads rows.
     published: the same as blocks of a format; None where there is none.
+    read: reads what all rows need, such as scales, and returns what reads rows; None for one in blocks, or plain.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
-    prepare: Callable[[], ReadRows] = field(repr=False)
     published: PublishedTensor | None = field(default=None, repr=False)
+    read: Callable[[], ReadRows] | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
@@ -59,7 +62,7 @@ class LogicalTensor:
     @property
     def is_plain(self) -> bool:
         """Whether the tensor is stored as it is."""
-        return len(self.parts) == 1
+        return self.published is None and self.read is None
 
     @property
     def width(self) -> int:
@@ -76,21 +79,44 @@ class LogicalTensor:
         Values of quantized tensors are float32 products of code and scale, not rounded to `dtype` yet.
         Raises `CheckpointError` if a file is short or has changed.
         """
-        read = self.prepare()
-        for start, count in row_tiles(rows, self.width):
-            yield read(start, count).reshape(-1)
+        read, parts = self.reader(), [*row_tiles(rows, self.width)]
+        if self.is_plain or (self.published is not None and self.published.transposed):
+            yield from (read(*part).reshape(-1) for part in parts)
+        else:
+            yield from computed_ahead(lambda part: read(*part).reshape(-1), parts, MOST_THREADS, stay_alone)
+
+    def reader(self) -> ReadRows:
+        """Read what all rows need; return what reads rows."""
+        if self.published is not None:
+            return self._decoded(self.published)
+        return partial(read_rows, self.parts[0], width=self.width) if self.read is None else self.read()
+
+    def _decoded(self, published: PublishedTensor) -> ReadRows:
+        fill, fmt = filler(published, self.title), published.fmt
+
+        def rows(start: int, count: int, width: int = self.width) -> torch.Tensor:
+            packed = torch.empty(count, fmt.stripe_bytes(width), dtype=torch.uint8)
+            fill(start, packed)
+            return decode_into(packed, fmt, torch.empty(count, width, dtype=torch.float32))
+
+        if not published.transposed:
+            return rows
+        inputs, outputs = self.shape[-2:]
+
+        @lru_cache(maxsize=1)  # one of the matrices is in memory at a time
+        def matrix(index: int) -> torch.Tensor:
+            return rows(index * outputs, outputs, inputs).t()
+
+        def columns(start: int, count: int) -> torch.Tensor:
+            indices = range(start // inputs, -(-(start + count) // inputs))
+            return torch.cat([matrix(i)[max(0, start - i * inputs) : start + count - i * inputs] for i in indices])
+
+        return columns
 
 
 def plain_tensor(stored: StoredTensor) -> LogicalTensor:
     """Return a tensor that is stored as it is."""
-    width = stored.shape[-1] if len(stored.shape) > 1 else 1
-    return LogicalTensor(
-        stored.name,
-        stored.shape,
-        stored.dtype,
-        (stored,),
-        lambda: lambda start, count: read_rows(stored, start, count, width),
-    )
+    return LogicalTensor(stored.name, stored.shape, stored.dtype, (stored,))
 
 
 def title_of(parts: tuple[StoredTensor, ...]) -> str:

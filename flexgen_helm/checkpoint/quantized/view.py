@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
 )
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat, scaled_format
+from flexgen_helm.quant.formats import SCALE_BYTES, BlockFormat, scaled_format
 
 # Of activations and caches, which are not quantized here.
 _UNUSED = (
@@ -104,21 +104,15 @@ def logical_tensors(
 
 # ---- codes of 8 or 4 bits with a scale for each block: FP8, INT8, FP4 ----
 
-# OCP Microscaling Formats 1.0, E2M1: sign, two bits of exponent, one of mantissa.
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_FP4_VALUES = torch.cat([_E2M1, -_E2M1])
-# The two values of each byte, the lower four bits first.
-_FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], dim=1)
-
 
 @dataclass(frozen=True)
 class _Scaling:
-    """value[i, j] = (code[i, j] - zero point) * factor * scale[i // block rows, j // block columns] / global scale.
+    """value[i, j] = (code[i, j] - zero point) * scale[i // block rows, j // block columns] / global scale * factor.
 
     scale: one for all; one for each of the leading indices or rows; or a grid over the last two dimensions.
     block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
     zero_point: of the scales' shape; None if all are zero.
-    fp4: two codes are in a byte.
+    kind, shape: of the codes, where several are in a byte or word; see `scaled_format`.
     """
 
     scale: StoredTensor
@@ -126,77 +120,45 @@ class _Scaling:
     global_scale: StoredTensor | None = None
     zero_point: StoredTensor | None = None
     factor: float = 1.0
-    fp4: bool = False
+    kind: str = ""
+    shape: tuple[int, ...] = ()
 
 
 def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
     """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
-    codes, scale, zero_point = group.first, scaling.scale, scaling.zero_point
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if scaling.fp4 else codes.shape
-    parts = tuple(part for part in (codes, scale, scaling.global_scale, zero_point) if part is not None)
+    codes, scale, zero_point, divisor = group.first, scaling.scale, scaling.zero_point, scaling.global_scale
+    shape = scaling.shape or codes.shape
+    parts = tuple(part for part in (codes, scale, divisor, zero_point) if part is not None)
     require(scale, _SCALES)
-    if scaling.global_scale is not None:
-        require(scaling.global_scale, ("F32",), (1,))
+    if divisor is not None:
+        require(divisor, ("F32",), (1,))
     if zero_point is not None:
         require(zero_point, (codes.dtype,), scale.shape)
     if len(shape) < 2:
         raise CheckpointError(f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}")
-    grid, block = _grid(scaling, shape, title_of(parts))
-
-    def by_matrix(scales: torch.Tensor) -> torch.Tensor:
-        """Return the grids of all matrices, one below the other: [matrices * grid rows, grid columns]."""
-        return scales.view(grid).expand(*shape[:-2], *grid[-2:]).reshape(-1, grid[-1])
-
-    def prepare() -> ReadRows:
-        scales = _read_scale(scale)
-        if scaling.global_scale is not None:
-            scales = scales / read_all(scaling.global_scale).flatten()[0]
-        scales = by_matrix(scales * scaling.factor)
-        zeros = None if zero_point is None else by_matrix(read_all(zero_point).float())
-
-        def rows(start: int, count: int) -> torch.Tensor:
-            stored = read_rows(codes, start, count, codes.shape[-1])
-            values = _unpack_fp4(stored) if scaling.fp4 else stored.float()
-            row = torch.arange(start, start + count)
-            grid_row = row // shape[-2] * grid[-2] + row % shape[-2] // block[0]
-
-            def of_elements(grids: torch.Tensor) -> torch.Tensor:
-                of_row = grids[grid_row]
-                return of_row if grid[-1] == 1 else of_row.repeat_interleave(block[1], dim=1)[:, : shape[-1]]
-
-            return (values if zeros is None else values - of_elements(zeros)) * of_elements(scales)
-
-        return rows
-
-    has_blocks = scaling.factor == 1 and scaling.global_scale is None and zero_point is None
-    rows, columns = block[0], shape[-1] if grid[-1] == 1 else block[1]
-    if prod(grid) == 1:
-        rows = prod(shape[:-1])
-    elif grid[:-2] != shape[:-2] or (prod(shape[:-2]) > 1 and shape[-2] % rows):
-        has_blocks = False
-    kind = "FP4" if scaling.fp4 else codes.dtype
-    published = _as_blocks(codes, kind, scale, shape[-1], (rows, columns)) if has_blocks else None
-    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
-
-
-def _as_blocks(
-    codes: StoredTensor, kind: str, scale: StoredTensor, width: int, shared: tuple[int, int]
-) -> PublishedTensor | None:
-    """Return rows of codes with scales as blocks; None where no format has them.
-
-    kind: of the codes, see `scaled_format`.
-    shared: rows and columns that share a scale.
-    """
-    rows, columns = shared
-    fmt = scaled_format(kind, "F8_E8M0" if scale.dtype == "U8" else scale.dtype, width, columns)
+    grid, (same_rows, shared) = _grid(scaling, shape, title_of(parts))
+    (*leading, rows, width), kind = shape, "F8_E8M0" if scale.dtype == "U8" else scale.dtype
+    options = {"has_zero": zero_point is not None, "is_divided": divisor is not None}
+    fmt = scaled_format(scaling.kind or codes.dtype, kind, width, shared, factor=scaling.factor, **options)
     if fmt is None:
-        return None
-    values, size = fmt.block_values, scale.size // max(1, prod(scale.shape))
-    code_bytes = fmt.block_bytes - size
-    scales = StoredPlane(scale.file, scale.offset, -(-width // columns) * size, size, rows, columns // values)
-    return PublishedTensor(
-        fmt, (scales, StoredPlane(codes.file, codes.offset, code_bytes * width // values, code_bytes))
-    )
+        raise CheckpointError(f"{title_of(parts)}: nothing here reads {codes.dtype} with a scale for {shared} values")
+    size, scales = SCALE_BYTES[kind], max(1, fmt.block_values // shared)
+    # All matrices of a stack have the same scales, or each its own.
+    at_row = same_rows, max(1, shared // fmt.block_values), rows, grid[-2] if prod(grid[:-2]) > 1 else 0
+    planes = [StoredPlane(scale.file, scale.offset, grid[-1] * size, scales * size, *at_row)]
+    if zero_point is not None:
+        planes.append(StoredPlane(zero_point.file, zero_point.offset, grid[-1], scales, *at_row))
+    if divisor is not None:
+        planes.insert(0, StoredPlane(divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0))
+    row_bytes = codes.size // max(1, prod(leading) * rows)
+    planes.append(StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes))
+    return LogicalTensor(name, shape, group.dtype(scale), parts, PublishedTensor(fmt, tuple(planes)))
+
+
+def _fp4(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
+    """Return the tensor whose codes are two of E2M1 in each byte of the last dimension."""
+    shape = *group.first.shape[:-1], 2 * prod(group.first.shape[-1:])
+    return _scaled(group, name, replace(scaling, kind="FP4", shape=shape))
 
 
 def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -205,8 +167,8 @@ def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[
     missing = len(shape) - len(scale_shape)
     grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
     # One for each row, or for each expert; or a grid for each expert.
-    exact = grid if missing > 0 else grid[:-2]
-    fits = len(grid) == len(shape) and all(size in (1, full) for size, full in zip(exact, shape, strict=False))
+    fits = len(grid) == len(shape) and grid[:-2] in (shape[:-2], (1,) * len(shape[:-2]))
+    fits = fits and (missing <= 0 or all(size in (1, full) for size, full in zip(grid, shape)))
     block = scaling.block
     # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in 2 blocks of 16.
     if block is None or grid[-2:] != (-(-sizes[0] // block[0]), -(-sizes[1] // block[1])):
@@ -215,38 +177,6 @@ def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[
     if not fits:
         raise CheckpointError(f"{title}: scales of shape {list(scale_shape)} do not fit weights of {list(shape)}")
     return grid, block
-
-
-def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    pairs = _FP4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())  # faster than by two dimensions
-    return pairs.view(len(packed), -1)
-
-
-def _read_scale(stored: StoredTensor) -> torch.Tensor:
-    """Read a whole tensor of scales in float32; bytes are exponents."""
-    scale = read_all(stored)
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
-
-
-def _transposed(stored: LogicalTensor) -> LogicalTensor:
-    """Return the matrices of another tensor, each transposed; one of them is in memory at a time."""
-    *leading, outputs, inputs = stored.shape
-
-    def prepare() -> ReadRows:
-        read = stored.prepare()
-
-        @lru_cache(maxsize=1)
-        def matrix(index: int) -> torch.Tensor:
-            return read(index * outputs, outputs).t()
-
-        def rows(start: int, count: int) -> torch.Tensor:
-            indices = range(start // inputs, -(-(start + count) // inputs))
-            return torch.cat([matrix(i)[max(0, start - i * inputs) : start + count - i * inputs] for i in indices])
-
-        return rows
-
-    published = stored.published and replace(stored.published, transposed=True)
-    return replace(stored, shape=(*leading, inputs, outputs), prepare=prepare, published=published)
 
 
 def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
@@ -259,9 +189,12 @@ def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
         raise CheckpointError(
             f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of {list(scales.shape)}"
         )
-    *leading, groups, num_bytes = blocks.shape
-    flat = replace(group, first=replace(blocks, shape=(*leading, groups * num_bytes)))
-    return _transposed(_scaled(flat, stem, _Scaling(scales, fp4=True)))
+    *leading, outputs, groups, num_bytes = blocks.shape
+    stored = _scaled(
+        group, stem, _Scaling(scales, kind="FP4", shape=(*leading, outputs, inputs := 2 * groups * num_bytes))
+    )
+    assert stored.published is not None
+    return replace(stored, shape=(*leading, inputs, outputs), published=replace(stored.published, transposed=True))
 
 
 def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
@@ -271,41 +204,43 @@ def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
         return None
     stem = codes.name.removesuffix(".weight")
     scale = group.part(f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight")
-    return _scaled(group, codes.name, _Scaling(scale, group.quantization.block, fp4=codes.dtype == "I8"))
+    if codes.dtype == "I8":
+        return _fp4(group, codes.name, _Scaling(scale, group.quantization.block))
+    return _scaled(group, codes.name, _Scaling(scale, group.quantization.block))
 
 
 # ---- integers of 2, 3, 4, or 8 bits in words of 32, with scales and zero points for groups of inputs ----
 
 # AWQ, gemm layout: where column j of each eight begins in the word.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-# What reads a set once: rows of codes [count, in], in bytes or words, too; zero points and scales [out, groups].
-_Parts = tuple[ReadRows, ReadRows, torch.Tensor, torch.Tensor]
+# What reads a set once: rows of words [count, in * bits / 32]; zero points and scales [out, groups].
+_Parts = tuple[ReadRows, torch.Tensor, torch.Tensor]
 
 
-def _unpack(
-    words: torch.Tensor, start: int, count: int, bits: int, shifts: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Return `count` integers from number `start` on of the bit streams along the first dimension: int32.
+def _unpack(words: torch.Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits, columns].
 
     shifts: where the integers of a word begin; None for one after the other.
     """
-    mask, ones = (1 << bits) - 1, [1] * (words.ndim - 1)
-    if 32 % bits == 0:
-        per_word = 32 // bits
-        first, skipped = start // per_word, start % per_word
-        by_word = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32).view(-1, *ones)
-        needed = words[first : -(-(start + count) // per_word)]
-        return ((needed.unsqueeze(1) >> by_word) & mask).flatten(0, 1)[skipped : skipped + count]
-    begin = torch.arange(start, start + count) * bits
-    wide = words.to(torch.int64) & 0xFFFFFFFF
-    word, shift = begin // 32, (begin % 32).view(-1, *ones)
-    following = wide[(word + 1).clamp(max=len(wide) - 1)]
-    return (((wide[word] | following << 32) >> shift) & mask).to(torch.int32)
+    if 32 % bits:
+        stream = (words.unsqueeze(1) >> torch.arange(32)[:, None] & 1).flatten(0, 1)
+        integers = stream[: len(stream) // bits * bits].unflatten(0, (-1, bits)) << torch.arange(bits)[:, None]
+        return integers.sum(1, dtype=torch.int32)
+    begin = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32)
+    return (words.unsqueeze(1) >> begin[:, None] & (1 << bits) - 1).flatten(0, 1)
 
 
-def _words(words: ReadRows, inputs: int, bits: int) -> tuple[ReadRows, ReadRows]:
-    """Return what reads codes from rows of words, and what reads the words."""
-    return lambda start, count: _unpack(words(start, count).t(), 0, inputs, bits).t(), words
+def _group_size(group: QuantizedGroup, inputs: int, scale: StoredTensor, num_groups: int) -> int:
+    """Return how many inputs share a scale: as configured, the last group cut off, or groups of equal lengths."""
+    configured = group.quantization.group_sizes
+    sizes = {size for size in configured if -(-inputs // size) == num_groups}
+    if num_groups == 1 or (num_groups and not configured and inputs % num_groups == 0):
+        sizes = {inputs // num_groups}
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{scale.title} has {num_groups} groups for {inputs} inputs, but config.json has group sizes {configured}"
+        )
+    return sizes.pop()
 
 
 def _grouped(
@@ -317,10 +252,9 @@ def _grouped(
 ) -> LogicalTensor:
     """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by group.
 
-    parts: codes, scales, and others. A g_idx [in] among them has the group of each input; without one, groups are runs
-        of the configured size, of which the last may be cut off, or of equal lengths.
+    parts: codes, scales, and others. A g_idx [in] among them has the group of each input.
     """
-    scale, (outputs, inputs), quantization = parts[1], shape, group.quantization
+    scale, inputs, quantization = parts[1], shape[1], group.quantization
     in_rows = parts[0].name.endswith("_packed")
     has_zeros = any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
     num_groups = scale.shape[in_rows]
@@ -329,70 +263,54 @@ def _grouped(
         require(g_idx, _INDICES, (inputs,))
     elif quantization.act_order and num_groups > 1:
         raise CheckpointError(f"{parts[0].title} has groups of sorted inputs, but its g_idx is missing; fetch it again")
-    configured = quantization.group_sizes
-    sizes = {size for size in configured if -(-inputs // size) == num_groups}
-    if num_groups == 1 or (num_groups and not configured and inputs % num_groups == 0):
-        sizes = {inputs // num_groups}
-    if len(sizes) != 1:
+    size = _group_size(group, inputs, scale, num_groups)
+    in_order = torch.arange(inputs) // size
+    index = in_order if g_idx is None else read_all(g_idx).long()
+    if quantization.act_order is False and not index.any():  # some programs store zeros for groups in order
+        index = in_order
+    name, kind = group.first.name.rpartition(".")[0] + ".weight", f"U{bits}"
+    tensor = LogicalTensor(name, shape, group.dtype(scale), parts)
+    fmt = scaled_format(kind, scale.dtype, inputs, size, has_zero=has_zeros) if torch.equal(index, in_order) else None
+    if fmt is None:
+        return replace(tensor, read=lambda: _indexed(index, bits, parts, read()))
+    if in_rows and not has_zeros:
+        return replace(_scaled(group, name, _Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts)
+    return replace(tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read())))
+
+
+def _indexed(index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts) -> ReadRows:
+    """Return what reads values of inputs whose groups are not in order; index: the group of each."""
+    words, zeros, scales = parts
+    inputs, num_groups = len(index), scales.shape[1]
+    if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+        raise CheckpointError(f"{stored[-1].title} names groups outside 0 to {num_groups - 1}")
+    if (named := len(index.unique())) < num_groups:
         raise CheckpointError(
-            f"{scale.title} has {num_groups} groups for {inputs} inputs, but config.json has group sizes {configured}"
+            f"{stored[-1].title} names {named} of {num_groups} groups, so that scales would not be used; quantize again"
         )
-    (group_size,) = sizes
 
-    def groups() -> tuple[torch.Tensor, bool]:
-        """Return the group of each input, and whether they are in order."""
-        in_order = torch.arange(inputs) // group_size
-        index = in_order if g_idx is None else read_all(g_idx).long()
-        if quantization.act_order is False and not index.any():  # some programs store zeros for groups in order
-            return in_order, True
-        return index, torch.equal(index, in_order)
+    def rows(start: int, count: int) -> torch.Tensor:
+        codes, of_rows = _unpack(words(start, count).t(), bits)[:inputs].t(), slice(start, start + count)
+        return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
 
-    _, is_in_order = groups()
-
-    def prepare() -> ReadRows:
-        codes, _, zeros, scales = read()
-        index, _ = groups()
-        if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
-            raise CheckpointError(f"{parts[-1].title} names groups outside 0 to {num_groups - 1}")
-        if (named := len(index.unique())) < num_groups:
-            raise CheckpointError(
-                f"{parts[-1].title} names {named} of {num_groups} groups, so that scales would not be used; quantize "
-                "again"
-            )
-
-        def rows(start: int, count: int) -> torch.Tensor:
-            values, of_rows = codes(start, count), slice(start, start + count)
-            offsets, factors = zeros[of_rows], scales[of_rows].float()
-            if is_in_order and inputs == num_groups * group_size:  # several times as fast as by index
-                by_group = values.unflatten(1, (num_groups, group_size))
-                return (by_group - offsets.unsqueeze(2)).float() * factors.unsqueeze(2)
-            return (values - offsets.index_select(1, index)).float() * factors.index_select(1, index)
-
-        return rows
-
-    name = group.first.name.rpartition(".")[0] + ".weight"
-    kind, published = f"U{bits}", None
-    if in_rows and is_in_order and not has_zeros:
-        shared = 1 if scale.shape[0] == outputs else outputs, group_size
-        published = _as_blocks(parts[0], kind, scale, inputs, shared)
-    elif is_in_order and (fmt := scaled_format(kind, scale.dtype, inputs, group_size, has_zero=has_zeros)) is not None:
-        published = PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, inputs, group_size, read()))
-    return LogicalTensor(name, shape, group.dtype(scale), parts, prepare, published)
+    return rows
 
 
-def _laid_out(fmt: BlockFormat, inputs: int, group_size: int, parts: _Parts) -> FillRows:
-    """Return what makes rows of blocks of what has been read."""
-    _, packed, zeros, scales = parts
-    of_block = torch.arange(0, inputs, fmt.block_values) // group_size
-    code_bytes, size = fmt.block_values * fmt.codes.parts[0].width // 8, scales.itemsize
+def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
+    """Return what makes rows of blocks of what has been read; size: of a group."""
+    words, zeros, scales = parts
 
     def fill(start: int, out: torch.Tensor) -> None:
-        count, blocks = len(out), out.view(len(out), -1, fmt.block_bytes)
-        of_rows = slice(start, start + count)
-        blocks[..., :size] = scales[of_rows][:, of_block].unsqueeze(2).view(torch.uint8)
-        if fmt.offsets:
-            blocks[..., size] = zeros[of_rows][:, of_block]
-        blocks[..., -code_bytes:] = packed(start, count).contiguous().view(torch.uint8).view(count, -1, code_bytes)
+        blocks, of_rows = out.view(len(out), -1, fmt.block_bytes), slice(start, start + len(out))
+        count, per_block = blocks.shape[1], fmt.scales[0].count
+        group = torch.arange(count * per_block) * (fmt.block_values // per_block) // size
+        factors = scales[of_rows][:, group].view(torch.uint8).unflatten(1, (count, -1))
+        at = factors.shape[2]
+        blocks[..., :at] = factors
+        if fmt.zeros:
+            blocks[..., at : at + per_block] = zeros[of_rows][:, group].unflatten(1, (count, -1))
+        codes = words(start, len(out)).contiguous().view(torch.uint8)[:, : fmt.code_bytes * count]
+        blocks[..., -fmt.code_bytes :] = codes.unflatten(1, (count, -1))
 
     return fill
 
@@ -434,7 +352,7 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     offset, mask = group.quantization.zero_offset, (1 << bits) - 1
 
     def read() -> _Parts:
-        words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), 0, outputs, bits)
+        words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), bits)
         if group.quantization.symmetric:  # fixes the zero point, whichever version of the format stored it
             half = 1 << (bits - 1)
             if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
@@ -443,11 +361,7 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
                     f"config.json means {half} for all; set 'sym' to false if they are meant"
                 )
             zeros = torch.full_like(zeros, half - offset)
-        return (
-            *_words(lambda start, count: words[start : start + count], inputs, bits),
-            (zeros + offset) & mask,
-            read_all(scales).t(),
-        )
+        return lambda start, count: words[start : start + count], (zeros + offset) & mask, read_all(scales).t()
 
     g_idx = group.optional(qweight.name.removesuffix("qweight") + "g_idx")
     parts = parts if g_idx is None else (*parts, g_idx)
@@ -461,20 +375,20 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
         return None
     qweight, scales, qzeros = parts
     groups, (inputs, words) = scales.shape[0], qweight.shape
+    if inputs % 8:
+        raise CheckpointError(f"{qweight.title} has {inputs} inputs, no multiple of 8")
     require(scales, _FLOATS, (groups, words * 8))
     require(qzeros, ("I32",), (groups, words))
 
     def read() -> _Parts:
         columns, zeros = read_all(qweight).t(), read_all(qzeros).t()
 
-        def codes(start: int, count: int) -> torch.Tensor:
-            return _unpack(columns, start, count, 4, _AWQ_SHIFTS)
+        def rows(start: int, count: int) -> torch.Tensor:
+            needed, skipped = columns[start // 8 : -(-(start + count) // 8)], start % 8
+            codes = _unpack(needed, 4, _AWQ_SHIFTS)[skipped : skipped + count].to(torch.uint8)
+            return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(count, -1)
 
-        def packed(start: int, count: int) -> torch.Tensor:
-            found = codes(start, count).to(torch.uint8)
-            return found[:, ::2] | found[:, 1::2] << 4
-
-        return codes, packed, _unpack(zeros, 0, words * 8, 4, _AWQ_SHIFTS), read_all(scales).t()
+        return rows, _unpack(zeros, 4, _AWQ_SHIFTS), read_all(scales).t()
 
     return _grouped(group, (words * 8, inputs), 4, parts, read)
 
@@ -510,9 +424,8 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
         elif zero_point.dtype == "I8":
             zeros = read_all(zero_point).int() + offset
         else:
-            zeros = _unpack(read_all(zero_point), 0, outputs, bits)
-        words = _words(lambda start, count: read_rows(packed, start, count, packed.shape[1]), inputs, bits)
-        return *words, zeros, read_all(scale).expand(outputs, -1)
+            zeros = _unpack(read_all(zero_point), bits)[:outputs]
+        return partial(read_rows, packed, width=packed.shape[1]), zeros, read_all(scale).expand(outputs, -1)
 
     return _grouped(group, (outputs, inputs), bits, parts, read)
 
@@ -526,7 +439,7 @@ def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
         if first.dtype != "U8":
             return _packed(group, stem, scale)
         global_scale = group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
-        return _scaled(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale, fp4=True))
+        return _fp4(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale))
     if first.dtype not in (*_FP8, "I8") or not first.name.endswith("weight"):
         return None
     scale, zero_point = group.part(f"{first.name}_scale"), group.zero_point(first.name)
@@ -566,42 +479,50 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
     require(state, ("U8",))
     try:
         settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
-        shape = tuple(int(size) for size in settings["shape"])
+        outputs, inputs = (int(size) for size in settings["shape"])
         block = int(settings["blocksize"])
         nested_block = int(settings["nested_blocksize"]) if is_nested else 1
         offset = float(settings["nested_offset"]) if is_nested else 0.0
         dtype = HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype)
-        if min(block, nested_block, *shape) < 1:
+        if min(block, nested_block, outputs, inputs) < 1:
             raise ValueError("a size below 1")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
-    blocks = -(-prod(shape) // block)
-    if codes.size != -(-prod(shape) // 2):
-        raise CheckpointError(f"{codes.title} has {codes.size} bytes, too few or too many for {list(shape)}")
+    blocks = -(-outputs * inputs // block)
+    if codes.size != -(-outputs * inputs // 2):
+        raise CheckpointError(f"{codes.title} has {codes.size} bytes, too few or too many for {outputs} x {inputs}")
     require(absmax, ("U8" if is_nested else "F32",), (blocks,))
     require(table, ("F32",), (16,))
     for stored, size in zip(nested, (256, -(-blocks // nested_block)), strict=False):
         require(stored, ("F32",), (size,))
+    kind = "NF4" if state.name.endswith("nf4") else "FP4 of bitsandbytes"
+    fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
+    if fmt is None or fmt.scales[0].count > 1:
+        raise CheckpointError(
+            f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here reads"
+        )
+    tensor = LogicalTensor(name, (outputs, inputs), dtype, (codes, absmax, table, state, *nested))
+    if not nested and inputs % block == 0:
+        scales = StoredPlane(absmax.file, absmax.offset, inputs // block * 4, 4, same_blocks=block // fmt.block_values)
+        code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
+        return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
 
-    def prepare() -> ReadRows:
-        values, scales = read_all(table), read_all(absmax)
+    def lay_out() -> FillRows:
+        scales = read_all(absmax)
         if nested:
             nested_table, nested_scale = (read_all(part) for part in nested)
             scales = nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block] + offset
-        pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)  # the two values of each byte
-        width = shape[-1] if len(shape) > 1 else 1
 
-        def rows(start: int, count: int) -> torch.Tensor:
-            begin, end = start * width, (start + count) * width
-            first = begin // 2
-            packed = torch.frombuffer(codes.read(first, -(-end // 2) - first), dtype=torch.uint8)
-            coded = pairs[packed.int()].view(-1)[begin - 2 * first :][: end - begin]
-            of_blocks = scales[begin // block : -(-end // block)].repeat_interleave(block)
-            return coded * of_blocks[begin % block :][: end - begin]
+        def fill(start: int, out: torch.Tensor) -> None:
+            rows = out.view(len(out), -1, fmt.block_bytes)
+            first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
+            rows[..., :4] = scales[first // block].view(torch.uint8).view(len(out), -1, 4)
+            data = codes.read(start * inputs // 2, len(out) * inputs // 2)
+            rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(len(out), -1, fmt.code_bytes)
 
-        return rows
+        return fill
 
-    return LogicalTensor(name, shape, dtype, (codes, absmax, table, state, *nested), prepare)
+    return replace(tensor, published=PublishedTensor(fmt, lay_out=lay_out))
 
 
 _READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {
