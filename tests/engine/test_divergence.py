@@ -221,7 +221,7 @@ def test_gguf_files_against_an_original(tmp_path, kind):
     assert 0 < same.values[2].max() < 0.01 * found.values[2].max()
 
 
-@pytest.mark.parametrize("fmt, rests", [("awq", True), ("gptq-3-bits", False)])
+@pytest.mark.parametrize("fmt, rests", [("awq", True), ("gptq-act-order", False)])
 def test_quantized_folders_against_their_dequantized_originals(tmp_path, fmt, rests):
     from transformers import AutoModelForCausalLM
 
