@@ -112,10 +112,11 @@ def as_rank(rank: Rank) -> Iterator[None]:
     """Be a rank of a pipeline: end with the parent, or a little after SIGTERM, and tell the others at the end."""
     from flexgen_helm.engine.pipeline import leave_pipeline
 
+    @process.ours
     def end(number: int, frame: FrameType | None) -> None:
         raise Interrupted("ended by a signal; what is finished is kept")
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+    signal.signal(signal.SIGTERM, process.ours(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S)))
     signal.signal(signal.SIGALRM, end)
     end_with_parent()
     try:

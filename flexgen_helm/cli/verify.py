@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +26,8 @@ from flexgen_helm.cli.engine_flags import (
 )
 from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.files import count
 from flexgen_helm.harnesses.plain_transformers import by_transformers
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.report.verification import (
@@ -32,18 +35,21 @@ from flexgen_helm.report.verification import (
     Manifest,
     Recorded,
     RecordedAnswer,
+    ScoreCheck,
     Source,
     compare,
     draw,
     plain_result,
     read_bundle,
     share_above,
+    short,
     upper_bound,
     write_bundle,
 )
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, fetch_model, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, LoneService, Service, request_key
+from flexgen_helm.terminal import fill_for
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -55,8 +61,8 @@ TRANSFORMERS_TOLERANCE = 1e-3
 # What of a record decides bits, beside the fingerprint.
 _KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
-# Characters that are shown of a text.
-_SHOWN = 90
+# Sentences that are shown on scores.
+_SHOWN = 5
 
 
 def verify(
@@ -87,10 +93,10 @@ def verify(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compute a random part of the answers of a suite or file again, one by one, and compare.
+    """Compute scores from the answers of a suite or file again, and a random part of the answers, and compare.
 
     Of a run with --batch-invariant, on a machine of the same kind, answers must be equal to the bit, else
-    log-probabilities within 0.0001. The exit code is 1 if an answer differs. Flags of prompts and of the engine that a
+    log-probabilities within 0.0001. The exit code is 1 if something differs. Flags of prompts and of the engine that a
     run was given need not be given again, but for --generation-config and --unverified.
 
     Of lm-eval FILE is results_….json, written with --log_samples.
@@ -99,29 +105,23 @@ def verify(
       flexgen-helm verify mine --sample 5% --bundle mine.jsonl.zst
       flexgen-helm verify answers.jsonl --requests requests.jsonl
     """
-    from flexgen_helm.report.scores import finite, read_finished_runs
+    from flexgen_helm.report.scores import finite
 
     check_engine_flags(engine)
     path = Path(suite)
-    manifest = None
-    if not path.is_file():
-        from flexgen_helm.plugin.run_answers import recorded_run  # imports HELM
-
-        recorded = [*map(recorded_run, read_finished_runs(output_path / "runs" / suite))]
-    elif requests is not None:
-        recorded = [recorded_lines(path, requests)]
-    elif path.suffix == ".json":
-        require_lm_eval()
-        from flexgen_helm.harnesses.lm_eval import recorded_answers
-
-        recorded = [recorded_answers(path)]
-    else:
-        manifest, answers = read_bundle(path)
-        recorded = _of_bundle(path, manifest, answers)
+    recorded, manifest, left = _read(path, output_path, requests)
+    if manifest is not None and bundle is not None:
+        raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
     sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
     is_bundle = manifest is not None
     manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
-    models = [_find_model(source, model, engine, is_bundle) for source in sources]
+    try:
+        models = [_find_model(source, model, engine, is_bundle) for source in sources]
+    except UsageError as error:
+        if not is_bundle or model is not None:
+            raise
+        raise FlexgenError(f"the bundle is not confirmed: {error}") from None
+    scores = _check_scores(recorded, models, left)
     answered = []
     for pair in _check(manifest.sources, models, drawn, reference is not None):
         answered.append(pair)
@@ -138,18 +138,41 @@ def verify(
                     "drawn": len(drawn),
                     "different": len(different),
                     "bound": bound,
+                    "scores": scores and vars(scores),
                     "answers": checked,
                 }
             )
         )
     else:
-        print("\n".join([*map(_describe, different), _sentence(checked, bound, manifest)]))
-    if different:
+        said = [*map(_describe, different), _sentence(checked, bound, manifest, is_bundle)]
+        said += _on_scores(scores, sum(part.check_scores is not None for part in recorded))
+        print(fill_for(sys.stdout, "\n".join(said)))
+    if different or (scores and scores.differences):
         if bundle is not None:
-            say(f"{bundle} is not written, because answers differ")
+            say(f"{bundle} is not written, because something differs")
         raise typer.Exit(1)
     if bundle is not None:
         write_bundle(bundle, manifest, bundled)
+
+
+def _read(
+    path: Path, output_path: Path, requests: Path | None
+) -> tuple[list[Recorded], Manifest | None, Sequence[str]]:
+    """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that are left out."""
+    if not path.is_file():
+        from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
+
+        recorded, left = recorded_runs(output_path / "runs" / path)
+        return recorded, None, left
+    if requests is not None:
+        return [recorded_lines(path, requests)], None, ()
+    if path.suffix == ".json":
+        require_lm_eval()
+        from flexgen_helm.harnesses.lm_eval import recorded_answers
+
+        return [recorded_answers(path)], None, ()
+    manifest, answers = read_bundle(path)
+    return _of_bundle(path, manifest, answers), manifest, ()
 
 
 def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer]) -> list[Recorded]:
@@ -164,6 +187,22 @@ def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer])
         Recorded(path, "verify", vars(source), [recorded(one) for one in answers if one.source == number].copy)
         for number, source in enumerate(manifest.sources)
     ]
+
+
+def _check_scores(
+    recorded: Sequence[Recorded], models: Sequence[ModelArguments], left: Sequence[str]
+) -> ScoreCheck | None:
+    """Return what is wrong with all scores; None where there are none. left: names of runs that have none."""
+    found = ScoreCheck([], [f"{name}, which is not finished or of another client" for name in left])
+    parts = [(part, model) for part, model in zip(recorded, models) if part.check_scores is not None]
+    for number, (part, model) in enumerate(parts, 1):
+        assert part.check_scores is not None
+        with silenced():
+            of_part = part.reading(partial(part.check_scores, model))
+        found.differences.extend(of_part.differences)
+        found.unchecked.extend(of_part.unchecked)
+        report(ProgressPhase("verify", "scores", number, len(parts), "run"))
+    return found if parts else None
 
 
 def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bundle: bool) -> ModelArguments:
@@ -192,7 +231,7 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
         is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
-                f"the bundle's model {_short(name)} from {_short(source.origin)} is not on this machine by that "
+                f"the bundle's model {short(name)} from {short(source.origin)} is not on this machine by that "
                 "name; fetch it with flexgen-helm fetch, or say with --model where it is"
             )
     return model_arguments(model or name, options, revision)
@@ -206,7 +245,7 @@ def _check(
     sources: of the answers' runs; becomes what they were computed with here.
     Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does not compute.
     """
-    for key in dict.fromkeys(model.engine_key for model in models):
+    for key in dict.fromkeys(models[number].engine_key for number, _ in drawn):
         folder = _folder_for_transformers(key) if by_both else None
         of_model = {number for number, model in enumerate(models) if model.engine_key == key}
         services = []
@@ -220,7 +259,7 @@ def _check(
                     with silenced():
                         found = answer.recompute(service, models[number])
                     requests, results = [*zip(*service.answers.values())] or [(), ()]
-                    bundled = BundledAnswer(number, answer.name, requests, [*map(plain_result, results)])
+                    bundled = BundledAnswer(number, answer.number, answer.name, requests, [*map(plain_result, results)])
                     prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
                     services.append((number, answer, service, bundled, prompt))
                     if folder is None:
@@ -253,6 +292,7 @@ def _checked(
         "differences": differences,
         "largest_difference": largest,
         "tolerance": tolerance,
+        "has_sums": answer.has_sums,
         "why": why,
     }
 
@@ -265,10 +305,10 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
         return
     device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
     if recorded != fingerprint_elsewhere(model.path, model.config, device, dtype, bits):
-        raise UsageError(
-            f"{_short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in the record "
+        raise FlexgenError(
+            f"{short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in the record "
             f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "
-            f"version than {_short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
+            f"version than {short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
         )
 
 
@@ -285,7 +325,7 @@ def _another_kind(source: Source, engine: Engine) -> str:
         if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
             old, new = {**new, **old}, {**old, **new}
         if old != new:
-            return f"{key}: {_short(old)} in the record, {_short(new)} here"
+            return f"{key}: {short(old)} in the record, {short(new)} here"
     return ""
 
 
@@ -307,26 +347,38 @@ def _describe(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
     where, old, new = checked["differences"][0]
     return (
-        f"{_short(checked['name'])} differs at {_short(where)}, numbers by up to {checked['largest_difference']:.3g}\n"
-        f"  prompt    {_short(checked['prompt'])}\n"
-        f"  recorded  {_short(old)}\n"
-        f"  computed  {_short(new)}"
+        f"{short(checked['name'])} differs at {short(where)}, numbers by up to {checked['largest_difference']:.3g}\n"
+        f"  prompt    {short(checked['prompt'], 66)}\n"
+        f"  recorded  {short(old, 66)}\n"
+        f"  computed  {short(new, 66)}"
     )
 
 
-def _short(value: object) -> str:
-    shown = repr(value)  # without what a terminal obeys
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
+    """Return lines on what was found in the scores of so many runs or files."""
+    if found is None:
+        return []
+    wrong, lines = found.differences, found.differences[:_SHOWN]
+    if len(wrong) > _SHOWN:
+        lines.append(f"… and {len(wrong) - _SHOWN:,} more")
+    if not wrong:
+        said = f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
+        lines.append(said + (" as far as they were checked" if found.unchecked else ""))
+    return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
 
 
-def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest) -> str:
-    parts, every = [], f"the {manifest.population:,} answers of {_short(manifest.suite)}"
+def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_bundle: bool) -> str:
+    parts, every = [], f"the {manifest.population:,} answers of {short(manifest.suite)}"
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
-        way = f"within {alike[0]['tolerance']:g} ({why}; the largest difference is {largest:.2g})"
+        of = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
+        way = f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
+    if is_bundle:
+        parts.append(f"who wrote the bundle chose them and says that they are of {every}, whose scores it has not")
+        return "; ".join([*parts, f"if drawn at random, with 95 % confidence at most {share_above(bound)} differ"])
     if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
     return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])

@@ -18,26 +18,35 @@ import hashlib
 import json
 import logging
 import math
+import random
 import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
 from inspect import signature
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+    sanitize_list,
+)
 
 from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
-from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import question, read_object
-from flexgen_helm.report.verification import Recorded, RecordedAnswer
+from flexgen_helm.report.verification import Recorded, RecordedAnswer, ScoreCheck, disagreements
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
@@ -66,6 +75,7 @@ _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "use_cache": (True,),
 }  # fmt: skip
 _ONLY_SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
+_SCORE_TOLERANCE = 1e-9  # of sums in another order
 _END_OF_TURN = "<the turn goes on from here> "  # no template changes it
 
 
@@ -429,10 +439,99 @@ class FlexgenLM(TemplateLM):
         return results
 
 
+class _Recorded(FlexgenLM):
+    """Answers as the harness has logged them; known: those to each request of a document, by task and document."""
+
+    known: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
+        given: Counter[int] = Counter()
+        answers = []
+        for request in requests:  # a repeated one is the same object
+            try:
+                answers.append(self.known[request.task_name, request.doc_id][request.idx][given[id(request)]])
+            except LookupError:
+                raise FlexgenError(f"{request.task_name}, document {request.doc_id} has no answer") from None
+            given[id(request)] += 1
+        return answers
+
+    loglikelihood_rolling = generate_until = loglikelihood
+
+
+def _requests(line: Mapping[str, Any]) -> tuple[list[tuple[Any, ...]], str, Any]:
+    """Return the requests of a logged document, their kind, and the answers."""
+    requests = [tuple(arguments.values()) for arguments in line["arguments"].values()]
+    if isinstance(requests[0][-1], dict):
+        return requests, "generate_until", line["resps"]
+    # The harness writes numbers, true and false as texts.
+    values = json.loads(json.dumps(line["resps"]).replace('"', "").lower())
+    return requests, "loglikelihood" if len(requests[0]) > 1 else "loglikelihood_rolling", values
+
+
+def _evaluate_again(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]) -> Any:
+    """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and results."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    config, groups = content["config"], content["group_subtasks"]
+    here = {"pretrained": model.path, "revision": model.revision, "_service": Service(EngineLoader())}
+    lm = _Recorded(**{**config["model_args"], **here})
+    lm.known = {(task, line["doc_id"]): _requests(line)[2] for task, of_task in lines.items() for line in of_task}
+    sources = {Path(of["metadata"].get("config_source") or "/none/x").parent for of in content["configs"].values()}
+    manager = TaskManager(include_path=[path for path in sources if path.is_dir()], metadata=config["model_args"])
+    random.seed(config["random_seed"])
+    np.random.seed(config["numpy_seed"])
+    below = {name for names in groups.values() for name in names}
+    loaded = manager.load([name for name in {**groups, **content["configs"]} if name not in below])
+    for name, task in loaded["tasks"].items():
+        if config["gen_kwargs"] and task.get_config("output_type") == "generate_until":
+            task.set_config(key="generation_kwargs", value=config["gen_kwargs"], update=True)
+        task.set_config(key="num_fewshot", value=content["n-shot"][name])
+        task.set_fewshot_seed(seed=config["fewshot_seed"])
+    return evaluate(
+        lm,
+        loaded,
+        limit=config["limit"],
+        bootstrap_iters=config["bootstrap_iters"],
+        system_instruction=content.get("system_instruction"),
+        apply_chat_template=bool(content.get("chat_template")),
+        fewshot_as_multiturn=bool(content.get("fewshot_as_multiturn")),
+    )
+
+
+def _check(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]) -> ScoreCheck:
+    """Compare results, and the lines of documents, with what the harness makes of the answers."""
+    found = ScoreCheck()
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            made = _evaluate_again(content, model, lines)
+    except FlexgenError as error:
+        return ScoreCheck([str(error)])
+    except Exception as error:  # of any task whose definition or data is not here
+        found.not_checked(f"scores, questions and right answers of {', '.join(content['configs'])}", error)
+        return found
+    made = json.loads(json.dumps(made, default=handle_non_serializable))
+    for name, old in content["results"].items():
+        found.differences += disagreements(name, old, made["results"].get(name), _SCORE_TOLERANCE)
+    for task, of_task in lines.items():
+        for line in made["samples"][task]:
+            line |= {"target": str(line["target"]), "filtered_resps": sanitize_list(line["filtered_resps"])}
+        of_file = [{**line, "arguments": _requests(line)[0]} for line in of_task]
+        old, new = (
+            {f"document {line['doc_id']}, filter {line['filter']}": {**line, "resps": ()} for line in some}
+            for some in (of_file, made["samples"][task])
+        )
+        for name in {**new, **old}:
+            found.differences += disagreements(f"{task}, {name}", old.get(name), new.get(name), _SCORE_TOLERANCE)
+        if len(of_task) > len(old):
+            found.differences.append(f"{task} has {len(of_task) - len(old):,} documents more than once")
+    return found
+
+
 def recorded_answers(results: Path) -> Recorded:
     """Return the documents that the harness has written beside its results, with the answers to their requests.
 
-    A document is there once for each filter of its task; what filters and metrics make of answers is not looked at.
+    A document is there once for each filter of its task.
     """
     content = read_object(results)
     config = content.get("config", {})
@@ -441,9 +540,7 @@ def recorded_answers(results: Path) -> Recorded:
     made: dict[str, dict[Any, int]] = defaultdict(dict)
 
     def recorded(task: str, line: Any) -> RecordedAnswer:
-        requests = [tuple(arguments.values()) for arguments in line["arguments"].values()]
-        is_text, kind = isinstance(requests[0][-1], dict), "loglikelihood"
-        kind = "generate_until" if is_text else kind if len(requests[0]) > 1 else f"{kind}_rolling"
+        requests, kind, values = _requests(line)
         # How often a request was made for other documents: its draws are behind theirs.
         counts = []
         for request, answers in zip(requests, line["resps"], strict=True):
@@ -466,17 +563,22 @@ def recorded_answers(results: Path) -> Recorded:
                 for instance, answers, count in zip(instances, line["resps"], counts)
             ]
 
-        values = line["resps"]
-        if not is_text:  # the harness writes numbers, true and false as texts
-            values = json.loads(json.dumps(values).replace('"', "").lower())
-        return RecordedAnswer(f"{task}, document {line['doc_id']}", values, recompute, has_sums=not is_text)
+        name = f"{task}, document {line['doc_id']}"
+        return RecordedAnswer(name, values, recompute, has_sums=kind != "generate_until")
 
-    def read() -> list[RecordedAnswer]:
+    @cache
+    def logged() -> dict[str, list[Any]]:
         end = f"{results.stem.rpartition('_')[2]}.jsonl"
         files = {task: results.with_name(f"samples_{task}_{end}").read_bytes() for task in content["configs"]}
-        return [recorded(task, json.loads(line)) for task, lines in files.items() for line in lines.splitlines()]
+        return {task: [json.loads(line) for line in lines.splitlines()] for task, lines in files.items()}
 
-    return Recorded(results, "lm-eval --log_samples", record, read)
+    def read() -> list[RecordedAnswer]:
+        return [
+            recorded(task, line) for task, lines in logged().items() for line in lines
+            if line["filter"] == lines[0]["filter"]
+        ]  # fmt: skip
+
+    return Recorded(results, "lm-eval --log_samples", record, read, lambda model: _check(content, model, logged()))
 
 
 def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:

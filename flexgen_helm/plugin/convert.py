@@ -16,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helm.common.request import (
     ErrorFlags,
@@ -82,6 +82,13 @@ class Submission(NamedTuple):
     requests: Sequence[HelmRequest]
     use_cache: bool
     instances: Sequence[tuple[str, str | None]] = ()
+
+
+def to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
+    """Make a request of HELM from its file; kind: of one with a text."""
+    if "prompt_token_ids" in fields:
+        return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
+    return kind(**fields)
 
 
 def may_be_rendered(request: Request) -> bool:

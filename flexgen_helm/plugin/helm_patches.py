@@ -41,7 +41,7 @@ from flexgen_helm.files import count, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import RUN_FILE, HelmRun
+from flexgen_helm.plugin.usage import RUN_FILE, HelmRun, asked, digest
 from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe, observed_by
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
@@ -230,6 +230,7 @@ def _execute(
         run.execute_started = time.monotonic()
         done = original(executor, scenario_state)
         run.record_block(context.service, block, submission.requests)
+        run.asked = digest(asked(done.request_states))
         if any(may_be_rendered(state.request) for state in done.request_states):
             run.chat_template = context.models.chat(run.model).as_json()
         if context.suite is not None:
@@ -303,6 +304,8 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
         if context.suite is None:  # which has written those of all runs
             _write_entry(spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment)
         context.run = HelmRun(run_spec.name, folder, model)
+        if context.suite is not None:
+            context.run.entry = context.suite.entries.get(run_spec.name)
         try:
             original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, MetricSpec(METRIC_CLASS)]))
         finally:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from helm.common.request import Request
@@ -17,18 +19,21 @@ from helm.common.request import Request
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.engine.divergence import ComparedPrompts
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,
     PlainTextRequest,
-    TokenRequest,
     to_helm_request,
+    to_request,
     to_request_result,
 )
+from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE
+from flexgen_helm.plugin.run_scores import check_scores, state_name
+from flexgen_helm.plugin.usage import RUN_FILE
 from flexgen_helm.report.answers import STATE_FILE, read_states
-from flexgen_helm.report.scores import RunScores
+from flexgen_helm.report.scores import RunScores, read_finished_runs
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
@@ -76,26 +81,22 @@ def _stored_results(
     if not path.exists():
         return {}
     found = {}
+    requests = [to_request(state["request"], _kind(run)) for state in states]
+    converted = [to_helm_request(request, model, models) for request in requests]
     with closing(ResponseCache(path)) as cache:
-        # HELM's file does not say the class of a request, which decides how its prompt was sent.
-        for kind in (PlainTextRequest, Request):
-            requests = {n: _to_request(state["request"], kind) for n, state in enumerate(states) if n not in found}
-            converted = {n: to_helm_request(request, model, models) for n, request in requests.items()}
-            results = cache.get_many([helm_request.key for helm_request in converted.values()])
-            for index, helm_request in converted.items():
-                if (result := results.get(helm_request.key)) is not None:
-                    shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
-                    in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
-                    if in_file == [(output.text, output.logprob) for output in shown.completions]:
-                        found[index] = helm_request, result
+        results = cache.get_many([helm_request.key for helm_request in converted])
+    for index, helm_request in enumerate(converted):
+        if (result := results.get(helm_request.key)) is not None:
+            shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
+            in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
+            if in_file == [(output.text, output.logprob) for output in shown.completions]:
+                found[index] = helm_request, result
     return found
 
 
-def _to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
-    """Make a request of HELM from its file; kind: of one with a text."""
-    if "prompt_token_ids" in fields:
-        return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
-    return kind(**fields)
+def _kind(run: RunScores) -> type[Request]:
+    """Return the class of a run's requests: they go through the template, or the record says nothing of one."""
+    return PlainTextRequest if run.run.get("chat_template") is None else Request
 
 
 def _scored_tokens(
@@ -113,29 +114,39 @@ def _scored_tokens(
     return ids, max(1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0))
 
 
-def recorded_run(run: RunScores) -> Recorded:
-    """Return the answers of a finished run."""
+def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
+    """Return the answers of each run in the folder of a suite; and the names of runs that are unfinished or not ours.
+
+    Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
+    """
+    runs = read_finished_runs(suite)
+    left = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
+    for folder in sorted(left):
+        if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
+            raise FlexgenError(f"a file in {folder} is damaged; make the run again with flexgen-helm run")
+    return [*map(_recorded, runs)], sorted(folder.name for folder in left)
+
+
+def _recorded(run: RunScores) -> Recorded:
     assert run.folder is not None
     path, models = run.folder / STATE_FILE, get_context().models
-    # Prompts of a run go through the template, or the record says nothing of one.
-    kind = PlainTextRequest if run.run.get("chat_template") is None else Request
 
     def recorded(state: Mapping[str, Any]) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            request = _to_request(state["request"], kind)
+            request = to_request(state["request"], _kind(run))
             asked = to_helm_request(request, model, models)
             result = service.respond(model, asked).result
             found = to_request_result(request, asked, result, True, models.encoder(model))
             return [_shown(asdict(output)) for output in found.completions]
 
         outputs = [_shown(output) for output in state["result"]["completions"]]
-        return RecordedAnswer(f"{run.name}, instance {state['instance']['id']}", outputs, recompute)
+        return RecordedAnswer(f"{run.name}, {state_name(state)}", outputs, recompute)
 
     def read() -> list[RecordedAnswer]:
         states = json.loads(path.read_bytes())["request_states"]
         return [recorded(state) for state in states if state["result"]["success"]]
 
-    return Recorded(path, "run", run.run, read)
+    return Recorded(path, "run", run.run, read, partial(check_scores, run))
 
 
 def _shown(output: Mapping[str, Any]) -> dict[str, Any]:

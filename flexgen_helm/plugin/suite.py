@@ -183,6 +183,7 @@ class Suite:
         self.settings = settings
         self.until, self.margin = until, margin
         self.is_collecting = False
+        self.entries: dict[str, str] = {}  # run -> what HELM made it of
         self.executed: list[HelmRun] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
         self.num_answers = (0, 0)
@@ -240,11 +241,13 @@ class Suite:
         run_specs = []
         for entry in entries:  # one at a time, so that an error has its name
             try:
-                run_specs += make(run_entries=[entry], models_to_run=wanted or None, **filters)
+                made = make(run_entries=[entry], models_to_run=wanted or None, **filters)
             except FlexgenError:
                 raise
             except Exception as error:
                 raise UsageError(explain_entry(error, entry.description)) from error
+            run_specs += made
+            self.entries |= {run_spec.name: entry.description for run_spec in made}
         for run_spec in run_specs:
             self.settings.check(run_spec.adapter_spec.model_deployment)
         return of_different_names(run_specs)

@@ -6,14 +6,18 @@ in a suite-wide block, or in part by an earlier process whose results are in the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
+
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.common.general import asdict_without_nones
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
@@ -36,6 +40,8 @@ _BLOCK_KEYS = (
     "finished_at",
 )  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
+# What of a request state is not known before it is answered.
+ANSWER = ("result", "annotations")
 
 
 @dataclass
@@ -51,6 +57,8 @@ class HelmRun:
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
     sample: `instances` that were drawn with `seed`, of how many; None for all.
     look: share of the level that a test of it may spend, with --until-decided.
+    entry: what HELM made the run of; None if that is not known.
+    asked: digest of the requests, with questions and references.
     """
 
     name: str
@@ -70,6 +78,8 @@ class HelmRun:
     unfinished_thinking: int = 0
     sample: dict[str, int] | None = None
     look: float | None = None
+    entry: str | None = None
+    asked: str | None = None
 
     def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
         """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
@@ -122,6 +132,8 @@ class HelmRun:
             "unfinished_thinking": self.unfinished_thinking,
             "sample": self.sample,
             "look": self.look,
+            "entry": self.entry,
+            "asked": self.asked,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -135,6 +147,18 @@ class HelmRun:
         if before.get("fingerprint") != self.fingerprint:
             before = {}
         write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
+
+
+def asked(states: Iterable[RequestState]) -> Iterator[str]:
+    """Yield each request with its instance and references as JSON, as HELM's file has it before it is answered."""
+    for state in states:
+        without = asdict_without_nones(replace(state, **dict.fromkeys(ANSWER)))  # type: ignore[arg-type]
+        yield json.dumps(without, sort_keys=True)
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Return a digest of requests, as `asked` yields them."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @cache

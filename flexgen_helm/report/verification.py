@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -18,6 +19,7 @@ from flexgen_helm.files import naming, size
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import decode_result, encode_result
 
+T = TypeVar("T")
 CONFIDENCE = 0.95
 _LIMIT = 1 << 28
 
@@ -37,48 +39,64 @@ class Source:
     batch_invariant: list[str] | None = None
 
 
+@dataclass
+class ScoreCheck:
+    """What a comparison of scores found: sentences on what differs, and on what could not be compared."""
+
+    differences: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    def not_checked(self, what: str, why: object) -> None:
+        self.unchecked.append(f"{what} ({one_line(why)})")
+
+
 class RecordedAnswer(NamedTuple):
     """An answer in a file, of one request or several.
 
+    name: no two answers of a file have the same.
     recorded: what is compared, as values of JSON. has_sums: its numbers are sums of log-probabilities.
     recompute: returns the same as a service answers for a model, which it is given.
+    number: among all answers.
     """
 
     name: str
     recorded: Any
     recompute: Callable[..., Any]
     has_sums: bool = False
+    number: int = 0
 
 
 class Recorded(NamedTuple):
     """Answers that some may be drawn from.
 
     path: the file that has them. command: what wrote it. record: what it says of the run.
+    check_scores: compares its scores with those of its answers, for the model as it is here; None without scores.
     """
 
     path: Path
     command: str
     record: Mapping[str, Any]
     read: Callable[[], Sequence[RecordedAnswer]]
+    check_scores: Callable[..., ScoreCheck] | None = None
 
-    def answers(self) -> Sequence[RecordedAnswer]:
-        """Raises `UsageError` where the file is damaged."""
+    def reading(self, read: Callable[[], T]) -> T:
+        """Return what `read` reads of the files. Raises `FlexgenError` where one is damaged."""
         try:
-            return self.read()
+            return read()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())[:200]
             again = f"make it again with flexgen-helm {self.command}"
-            raise UsageError(f"{self.path} cannot be read ({why}); {again}") from None
+            raise FlexgenError(f"{self.path} cannot be read ({one_line(error)}); {again}") from None
 
 
 @dataclass(frozen=True)
 class BundledAnswer:
     """The requests of an answer in token ids, and their results (`plain_result`).
 
-    source: index of the run in `Manifest.sources`.
+    source: index of the run in `Manifest.sources`. number: among all answers of the suite or file.
     """
 
     source: int
+    number: int
     name: str
     requests: Sequence[GenerationRequest]
     results: Sequence[Any]
@@ -95,7 +113,7 @@ class Manifest:
     population: int
     seed: int
     sources: list[Source]
-    format: Literal[1] = 1
+    format: Literal[2] = 2
 
 
 def draw(
@@ -103,29 +121,44 @@ def draw(
 ) -> tuple[list[Source], list[tuple[int, RecordedAnswer]], int]:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
-    Returns the runs of which some were drawn; their index with each answer, in order; and of how many they were drawn.
-    Raises `UsageError` for a file that is damaged or has no record of its run, and where nothing was answered.
+    Returns the runs; the index of its run with each answer, in order; and of how many answers they were drawn.
+    Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run, and `UsageError`
+    where nothing was answered.
     """
-    import numpy as np
-
-    answers = [(part, answer) for part in recorded for answer in part.answers()]
+    answers = [(index, answer) for index, part in enumerate(recorded) for answer in part.reading(part.read)]
+    names = Counter(answer.name for _, answer in answers)
+    if twice := [name for name, times in names.items() if times > 1]:
+        raise FlexgenError(f"{len(twice):,} answers are there more than once: {short(twice[0])}")
     if not answers:
         raise UsageError("there is no answer of a flexgen model to check; make the run to its end first")
-    numbers = np.random.default_rng(seed).choice(len(answers), sample_size(sample, len(answers)), replace=False)
-    sources: list[Source] = []
-    drawn, last = [], None
-    for part, answer in (answers[number] for number in np.sort(numbers)):
-        if part is not last:
-            last, known = part, {field.name: part.record.get(field.name) for field in fields(Source)}
-            try:
-                sources.append(TypeAdapter(Source).validate_python(known))
-            except ValueError:
-                raise UsageError(
-                    f"{part.path} has no record of the model that answered; make it again with flexgen-helm "
-                    f"{part.command}, which computes only what is not stored"
-                ) from None
-        drawn.append((len(sources) - 1, answer))
+    numbers = drawn_numbers(seed, len(answers), sample_size(sample, len(answers)))
+    drawn = [(answers[number][0], answers[number][1]._replace(number=number)) for number in numbers]
+    sources = [*map(_source, recorded)]
+    # A run whose answers were all stored says nothing of the machine; its fingerprint is that of a run that does.
+    known = {source.fingerprint: (source.hardware, source.batch_invariant) for source in sources if source.hardware}
+    for index, source in enumerate(sources):
+        if source.hardware is None and source.fingerprint in known:
+            hardware, bits = known[source.fingerprint]
+            sources[index] = replace(source, hardware=hardware, batch_invariant=bits)
     return sources, drawn, len(answers)
+
+
+def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
+    """Return the numbers that a seed draws, in order."""
+    import numpy as np
+
+    return sorted(np.random.default_rng(seed).choice(population, size, replace=False).tolist())
+
+
+def _source(part: Recorded) -> Source:
+    known = {key.name: part.record.get(key.name) for key in fields(Source)}
+    try:
+        return TypeAdapter(Source).validate_python(known)
+    except ValueError:
+        raise FlexgenError(
+            f"{part.path} has no record of the model that answered; make it again with flexgen-helm {part.command}, "
+            "which computes only what is not stored"
+        ) from None
 
 
 def compare(
@@ -136,7 +169,7 @@ def compare(
     has_sums: differences are parts of the recorded number where that is above 1.
     """
     differences, largest = [], 0.0
-    before, after = dict(_leaves(recorded)), dict(_leaves(computed))
+    before, after = dict(leaves(recorded)), dict(leaves(computed))
     for where in before | after:
         old, new, difference = before.get(where), after.get(where), math.nan
         if old == new:
@@ -149,14 +182,35 @@ def compare(
     return differences, largest
 
 
-def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def disagreements(name: str, recorded: Any, made: Any, tolerance: float = 0.0) -> list[str]:
+    """Return a sentence on a part in which what is recorded is not what was made again, if there is one."""
+    found = compare(recorded, made, tolerance, has_sums=True)[0]
+    # Of statistics the mean is the score.
+    for where, old, new in sorted(found, key=lambda part: not part[0].endswith(".mean"))[:1]:
+        more = f" ({len(found) - 1:,} more values differ)" if len(found) > 1 else ""
+        return [f"{name}: {where} is {short(old)} in the file, and {short(new)} made again{more}"]
+    return []
+
+
+def one_line(value: object) -> str:
+    """Return the beginning of a text of several lines."""
+    return " ".join(str(value).split())[:200] or type(value).__name__
+
+
+def short(value: object, most: int = 90) -> str:
+    """Return the beginning of a value, without what a terminal obeys."""
+    shown = "nothing" if value is None else repr(value)
+    return shown if len(shown) <= most else f"{shown[:most]}…"
+
+
+def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield where in a value of JSON something is that has no parts, and what; an empty list is such."""
     if isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
-            yield from _leaves(part, f"{where}[{index}]")
+            yield from leaves(part, f"{where}[{index}]")
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _leaves(part, f"{where}.{key}")
+            yield from leaves(part, f"{where}.{key}")
     else:
         yield where, value
 
@@ -203,21 +257,25 @@ def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[BundledAnswer])
     if len(content) > _LIMIT:
         raise FlexgenError(f"{path} would have {size(len(content))}, and a bundle has {size(_LIMIT)} at most")
     with naming(path):
-        path.write_bytes(zstandard.compress(content))
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
 
 
 def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
-    """Return the manifest and the answers of a bundle. Raises `UsageError` for what `write_bundle` does not write.
+    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what `write_bundle` does not write.
 
     Nothing is written to the disk, and no more is decompressed than a bundle may have.
     """
     import zstandard
 
+    packed = path.read_bytes()
     try:
-        with path.open("rb") as file:
-            content = zstandard.ZstdDecompressor().stream_reader(file).read(_LIMIT + 1)
-        if len(content) > _LIMIT:
-            raise ValueError(f"it has more than {size(_LIMIT)}")
+        if not 0 < zstandard.frame_content_size(packed) <= _LIMIT:
+            raise ValueError(f"it says nothing of its size, or has more than {size(_LIMIT)}")
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        # No more than it says; a frame that is cut has less.
+        content, _ = zstandard.ZstdDecompressor().decompress(packed), frame.decompress(packed)
+        if frame.unused_data:
+            raise ValueError(f"{len(frame.unused_data):,} bytes lie behind its end")
         first, *lines = content.split(b"\n")
         manifest = TypeAdapter(Manifest).validate_json(first, strict=True)
         drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines]
@@ -227,12 +285,16 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
             for result in answer.results:
                 decode_result(json.dumps(result))
             is_known = 0 <= answer.source < len(manifest.sources)
-            if not is_known or not 0 < len(answer.requests) == len(answer.results) or manifest.population < len(drawn):
+            if not is_known or not 0 < len(answer.requests) == len(answer.results):
                 raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
+        if not manifest.suite.isprintable():
+            raise ValueError(f"no suite is named {short(manifest.suite)}")
+        if [answer.number for answer in drawn] != drawn_numbers(manifest.seed, manifest.population, len(drawn)):
+            raise ValueError(
+                f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of {manifest.population:,}"
+            )
         return manifest, drawn
-    except (OSError, ValueError, RequestError, zstandard.ZstdError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise UsageError(
-            f"{path} is no bundle as verify writes it: {why or type(error).__name__}; answers of flexgen-helm batch "
-            "need --requests, and of lm-eval the file is results_….json"
-        ) from None
+    except (ValueError, RequestError, zstandard.ZstdError) as error:
+        hint = "; answers of flexgen-helm batch need --requests, and of lm-eval the file is results_….json"
+        hint = "" if packed.startswith(zstandard.FRAME_HEADER) else hint
+        raise FlexgenError(f"{path} is no bundle as verify writes it: {one_line(error)}{hint}") from None

@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
+Handler = Callable[[int, FrameType | None], Any]
 # Of this process, once `cli.main` has decided it: Python tells nobody what `sys.exit` was given.
 command_exit_code: int | None = None
 
@@ -45,8 +47,24 @@ def _chain(signal_number: int, interrupt: Callable[[], None]) -> None:
         else:  # SIG_DFL would end the process without its last words
             raise KeyboardInterrupt
 
+    signal.signal(signal_number, ours(handler))
+
+
+def ours(handler: Handler) -> Handler:
+    """Mark a handler as one that a fork of this process shall not have."""
     handler.flexgen_helm = True  # type: ignore[attr-defined]
-    signal.signal(signal_number, handler)
+    return handler
+
+
+def _forget_handlers() -> None:
+    """Let a fork end at signals: what its parent's handlers interrupt, it has not. A pool ends its own by SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        handler, is_term = signal.getsignal(number), number == signal.SIGTERM
+        if hasattr(handler, "flexgen_helm") or (is_term and handler is signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_handlers)
 
 
 def close_at_exit(close: Callable[[], bool]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
-from flexgen_helm.errors import Interrupted, UsageError
+from flexgen_helm.errors import FlexgenError, Interrupted
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
@@ -520,10 +520,10 @@ class LoneService(Service):
         return []
 
     def respond(self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True) -> Response:
-        """Raises `UsageError` for a request that fails."""
+        """Raises `FlexgenError` for a request that fails."""
         if request.key not in self.answers:
             (result,) = self._lone_engine.run([request.request])
             if result.error is not None:
-                raise UsageError(f"an answer cannot be computed by {model.path}: {result.error}")
+                raise FlexgenError(f"an answer cannot be computed by {model.path}: {result.error}")
             self.answers[request.key] = request.request, result
         return Response(self.answers[request.key][1], is_cached=False)

@@ -10,8 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from flexgen_helm.cli import main
 from tests.helpers.chat_models import CHATML
-from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PAGES, SUMS, invented_tasks
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PAGES, SUMS, invented_tasks, leave_out_others
 from tests.helpers.real_runs import MAIN, flexgen_helm
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -154,15 +155,15 @@ def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_pat
 
 def test_what_lacks_its_record_or_its_requests_is_refused(run, few, folder, tmp_path):
     done = run("verify", few(record=False)[0], "--requests", "in.jsonl")
-    assert done.returncode == 2 and "make it again with flexgen-helm batch" in done.stderr
+    assert done.returncode == 1 and "make it again with flexgen-helm batch" in done.stderr
     done = run("verify", few()[0])
-    assert done.returncode == 2 and "answers of flexgen-helm batch need --requests" in done.stderr
+    assert done.returncode == 1 and "answers of flexgen-helm batch need --requests" in done.stderr
     write(tmp_path / "in.jsonl", requests(5))
     done = run("verify", few()[0], "--requests", str(tmp_path / "in.jsonl"), "--sample", "100%")
     assert done.returncode == 2 and "in.jsonl is not what few.jsonl, r5, answers" in done.stderr
     (tmp_path / "few.jsonl").write_text('{"response": 5}\n')
     done = run("verify", str(tmp_path / "few.jsonl"), "--requests", "in.jsonl")
-    assert done.returncode == 2 and "few.jsonl cannot be read (" in done.stderr
+    assert done.returncode == 1 and "few.jsonl cannot be read (" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -186,60 +187,97 @@ def evaluated(folder):
     return results
 
 
+@pytest.fixture
+def verify(folder, monkeypatch, capsys):
+    """Verify in this process, where the engine has been imported."""
+    for name, path in (("HOME", "home"), ("MODELS", "models.yaml")):
+        monkeypatch.setenv(f"FLEXGEN_HELM_{name}", str(folder / path))
+    monkeypatch.chdir(folder)
+    leave_out_others(monkeypatch)
+
+    def verify(*arguments):
+        code = main(["verify", *map(str, arguments)])
+        return code, "".join(capsys.readouterr())
+
+    return verify
+
+
 def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
     path, bundle = str(evaluated), str(tmp_path / "b.jsonl.zst")
-    done = run("verify", path, "--sample", "100%", "--bundle", bundle)
+    done = run("verify", path, "--sample", "100%", "--bundle", bundle, program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
-    count = 8 + 8 + 8 + 9 + 2 * 9
-    name = repr(evaluated.name)
-    assert (
-        done.stdout == f"{count} of {count} answers equal to the bit; these are all of the {count} answers of {name}\n"
+    count = 8 + 8 + 8 + 9 + 9
+    assert done.stdout == (
+        f"{count} of {count} answers equal to the bit; these are all of the {count} answers of {evaluated.name!r}\n"
+        "scores, questions and references of 1 run, made again, are equal\n"
     )
     done = run("verify", bundle)
     assert done.returncode == 0 and done.stdout.startswith(f"{count} of {count} answers equal to the bit"), done.stderr
-    done = run("verify", path, "--sample", "100%", "--with", "transformers")
+    done = run("verify", path, "--sample", "100%", "--with", "transformers", program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} of {count} answers equal within 0.001 (by transformers in float32; the largest" in done.stdout
+    assert f"{count} of {count} answers equal within 0.001 of each sum (by transformers in float32; the" in done.stdout
 
 
-def _score(resps):
-    resps[0][0][0] = repr(math.nextafter(float(resps[0][0][0]), 0))
+def test_of_tasks_that_are_not_here_scores_are_not_checked(verify, evaluated, folder):
+    (folder / "tasks").rename(folder / "elsewhere")
+    code, said = verify(evaluated, "--sample", "1")
+    (folder / "elsewhere").rename(folder / "tasks")
+    assert code == 0 and "not checked: scores, questions and right answers of choices, " in said
 
 
-def _greedy(resps):
-    resps[0][0][1] = {"True": "False", "False": "True"}[resps[0][0][1]]
+def _put(*path):
+    *where, last = path[:-1]
+
+    def change(line):
+        for key in where:
+            line = line[key]
+        line[last] = path[-1](line[last]) if callable(path[-1]) else path[-1]
+
+    return change
 
 
-def _sum(resps):
-    resps[0][0] = repr(float(resps[0][0]) - 1e-9)
+def _next(text):
+    return repr(math.nextafter(float(text), 0))
 
 
-def _generated(resps):
-    resps[0][-1] += "7"
+# Of a task: what is changed in the line of a document, and what verify says.
+FORGERIES = [
+    (CHOICES, _put("resps", 0, 0, 0, _next), " differs at '[0][0][0]'"),
+    (LAST_WORD, _put("resps", 0, 0, 1, lambda old: str(old == "False")), " differs at '[0][0][1]'"),
+    (PAGES, _put("resps", 0, 0, _next), " differs at '[0][0]'"),
+    ("drawn", _put("resps", 0, -1, lambda old: old + "7"), " differs at '[0][1]'"),
+    (SUMS, _put("exact_match", 1.0), "document 3, filter number: exact_match is 1.0 in the file, and 0.0 made again"),
+    (SUMS, _put("filtered_resps", ["7"]), "document 3, filter number: filtered_resps[0] is '7' in the file"),
+    (SUMS, _put("target", "7"), "document 3, filter number: target is '7' in the file"),
+    (SUMS, _put("doc", "a", 77), "document 3, filter number: doc.a is 77 in the file"),
+    (CHOICES, _put("arguments", "gen_args_0", "arg_0", "A"), "filter none: arguments[0][0] is 'A' in"),
+    (CHOICES, _put("doc_id", 2), "1 answers are there more than once: 'choices, document 2'"),
+    (LAST_WORD, _put("doc_id", 99), "last_word, document 3 has no answer"),
+    (None, _put("results", SUMS, "exact_match,number", 1.0), "sums: exact_match,number is 1.0 in the file, and 0.0"),
+    (None, _put("results", LAST_WORD, "perplexity,none", 9.0), "last_word: perplexity,none is 9.0 in the file"),
+]
 
 
-@pytest.mark.parametrize(
-    "task, change", [(CHOICES, _score), (LAST_WORD, _greedy), (PAGES, _sum), (SUMS, _generated), ("drawn", _generated)]
-)
-def test_a_changed_answer_of_lm_eval_is_found(run, evaluated, task, change):
-    path = next(evaluated.parent.glob(f"samples_{task}_*.jsonl"))
-    untouched, lines = path.read_text(), lines_of(path)
-    change(lines[3]["resps"])
+@pytest.mark.parametrize("task, change, sentence", FORGERIES)
+def test_forgeries_of_lm_eval_are_named(verify, evaluated, task, change, sentence):
+    path = next(evaluated.parent.glob(f"samples_{task}_*.jsonl")) if task else evaluated
+    untouched = path.read_text()
+    lines = lines_of(path) if task else [json.loads(untouched)]
+    change(lines[3 if task else 0])
     try:
         write(path, lines)
-        done = run("verify", str(evaluated), "--sample", "100%")
+        code, said = verify(evaluated, "--sample", "100%" if "differs" in sentence else "1")
     finally:
         path.write_text(untouched)
-    assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, done.stdout + done.stderr
-    assert f"'{task}, document {lines[3]['doc_id']}' differs at '[0][" in done.stdout
+    assert code == 1 and sentence in said, said
 
 
 def test_results_of_lm_eval_without_samples_or_record_are_refused(run, evaluated, tmp_path):
     content = json.loads(evaluated.read_text())
     (tmp_path / "results_x.json").write_text(json.dumps(content))
     done = run("verify", str(tmp_path / "results_x.json"))
-    assert done.returncode == 2 and "make it again with flexgen-helm lm-eval --log_samples" in done.stderr
+    assert done.returncode == 1 and "make it again with flexgen-helm lm-eval --log_samples" in done.stderr
     del content["config"]["flexgen_run"]
     (evaluated.parent / f"results_{evaluated.stem.rpartition('_')[2]}.json").write_text(json.dumps(content))
     done = run("verify", str(evaluated))
-    assert done.returncode == 2 and "make it again with flexgen-helm lm-eval" in done.stderr
+    assert done.returncode == 1 and "make it again with flexgen-helm lm-eval" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ from flexgen_helm.report import verification
 from flexgen_helm.report.verification import (
     BundledAnswer,
     Manifest,
+    Recorded,
+    RecordedAnswer,
     Source,
     compare,
+    draw,
+    drawn_numbers,
     plain_result,
     read_bundle,
     sample_size,
@@ -34,7 +39,7 @@ REQUEST = GenerationRequest(
 RESULT = GenerationResult(
     (Completion("é\ud7ff", ("bytes:\\xc3",), (7,), (-0.1,), "stop"),), (1, 2, 3), (None, -2.5, -3.0), None, Cost(5, 2.0)
 )
-DRAWN = [BundledAnswer(0, "run, instance id1", [REQUEST], [plain_result(RESULT)])]
+DRAWN = [BundledAnswer(0, drawn_numbers(0, 1000, 1)[0], "run, instance id1", [REQUEST], [plain_result(RESULT)])]
 MANIFEST = Manifest("s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)])
 
 
@@ -102,7 +107,7 @@ def test_a_bundle_is_read_as_it_was_written(tmp_path):
     assert json.dumps(asdict(answer)) == json.dumps(asdict(DRAWN[0]))
     assert decode_result(json.dumps(answer.results[0])) == replace(RESULT, cost=Cost())
     assert [*map(sorted, map(json.loads, lines(tmp_path / "b.zst")))] == [  # as others read it
-        ["format", "population", "seed", "sources", "suite"], ["name", "requests", "results", "source"]
+        ["format", "population", "seed", "sources", "suite"], ["name", "number", "requests", "results", "source"]
     ]  # fmt: skip
 
 
@@ -128,7 +133,7 @@ def test_a_hostile_file_ends_in_a_sentence(tmp_path, name):
 
 
 def refuse(path):
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(FlexgenError) as refusal:
         read_bundle(path)
     assert "is no bundle as verify writes it: " in str(refusal.value) and len(str(refusal.value)) < 600
 
@@ -151,22 +156,33 @@ def peak_bytes(call):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_line_that_is_cut_ends_in_a_sentence(tmp_path, part):
-    write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
-    cut = lines(tmp_path / "b.zst")
-    cut[part] = cut[part][:-9]
-    (tmp_path / "b.zst").write_bytes(zstandard.compress(b"\n".join(cut)))
-    refuse(tmp_path / "b.zst")
+@pytest.mark.parametrize(
+    "change",
+    [lambda whole: whole[:-1], lambda whole: whole[:40], lambda whole: whole + b"a", lambda whole: whole + whole,
+     lambda whole: whole[:90] + bytes([whole[90] ^ 4]) + whole[91:]],
+)  # fmt: skip
+def test_bytes_that_are_lost_changed_or_behind_the_end(tmp_path, change):
+    path = tmp_path / "b.zst"
+    write_bundle(path, MANIFEST, DRAWN)
+    path.write_bytes(change(path.read_bytes()))
+    refuse(path)
+
+
+def test_a_name_twice_is_refused():
+    twice = Recorded(Path("b"), "verify", vars(MANIFEST.sources[0]), [RecordedAnswer("x", [], print)].copy)
+    with pytest.raises(FlexgenError, match="1 answers are there more than once: 'x'"):
+        draw([twice, twice], None, 0)
 
 
 CHANGES = {
-    "another format": (b'"format": 1', b'"format": 2', None),
+    "another format": (b'"format": 2', b'"format": 1', None),
     "a list": (b"{", b"[{", None),
     "a wrong type": (b'"population": 1000', b'"population": "1000"', None),
     "a boolean": (b'"seed": 0', b'"seed": false', None),
     "a missing key": (b'"seed": 0,', b"", None),
     "more answers than the suite": (b'"population": 1000', b'"population": 0', None),
+    "another population": (b'"population": 1000', b'"population": 10000', None),
+    "another seed": (b'"seed": 0', b'"seed": 1', None), "escapes": (b'"suite": "s"', b'"suite": "\\u001b[31m"', None),
     "a model that is a path": (b'"model": "m"', b'"model": ["/etc"]', None),
     "NaN": (b"-0.1", b"NaN", True), "infinity": (b"-0.1", b"-1e999", True),
     "a huge number": (b'"max_tokens": 4', b'"max_tokens": 1' + b"0" * 5000, True),

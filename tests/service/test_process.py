@@ -62,6 +62,21 @@ def test_a_second_signal_does_not_disturb_the_last_writes(handlers: None, monkey
     assert closed == [True]
 
 
+def test_a_fork_ends_at_a_signal_and_interrupts_nothing(handlers: None) -> None:
+    """A pool of a metric ends its workers by SIGTERM."""
+    service = Service(FakeLoader())  # type: ignore[arg-type]
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler)
+    for is_served in (False, True):
+        if is_served:
+            process.interrupt_on_signals(service.interrupt)
+        if not (child := os.fork()):
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not service._interrupted.is_set()
+
+
 # The model's thread is inside PyTorch, hears nothing, and comes back to Python while that is being taken down.
 DEAF = """
 import atexit, sys, threading

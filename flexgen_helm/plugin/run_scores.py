@@ -1,0 +1,254 @@
+"""Scores of a finished run: HELM makes its requests again, and its metrics from the recorded answers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any, NoReturn
+
+from helm.benchmark import run as helm_run
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import ExecutionSpec
+from helm.benchmark.metrics.metric import MetricResult, create_metric
+from helm.benchmark.metrics.metric_service import MetricService
+from helm.benchmark.presentation.run_entry import RunEntry
+from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.runner import Runner, remove_per_instance_stats_nans, remove_stats_nans
+from helm.common.authentication import Authentication
+from helm.common.codec import from_json
+from helm.common.general import asdict_without_nones
+from helm.common.optional_dependencies import OptionalDependencyNotInstalled
+from helm.common.request import Request
+
+from flexgen_helm.files import count
+from flexgen_helm.plugin import registration
+from flexgen_helm.plugin.context import PluginContext, get_context, set_context
+from flexgen_helm.plugin.convert import to_request
+from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE, METRIC_CLASS
+from flexgen_helm.plugin.samples import joining_shares
+from flexgen_helm.plugin.usage import ANSWER, RUN_FILE, asked, digest
+from flexgen_helm.report.answers import STATE_FILE
+from flexgen_helm.report.scores import RunScores, entry_of
+from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
+from flexgen_helm.service.models import ModelArguments
+
+# What of a run spec decides a score; its name and groups say where HELM shows it.
+_SPEC = ("scenario_spec", "adapter_spec", "data_augmenter_spec", "metric_specs", "annotators")
+# Of sums in another order. What is measured, `flexgen_…`, is no score.
+_TOLERANCE, _MEASURED = 1e-9, "flexgen_"
+# What is raised by a metric whose model, package or service is not here.
+_ABSENT = (OSError, ImportError, OptionalDependencyNotInstalled)
+State = Mapping[str, Any]
+
+
+class _Requests(Exception):
+    """Leaves HELM's runner where it would have requests answered."""
+
+
+class _NoService(MetricService):
+    """Refuses what another model or a service must answer."""
+
+    def _refuse(self, request: Any) -> NoReturn:
+        raise ConnectionError("it asks another model or a service")
+
+    check_nudity = compute_clip_score = upload = get_toxicity_scores = make_critique_request = _refuse
+
+
+def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
+    """Compare the requests of a run with those that HELM makes, and its statistics with those of its answers.
+
+    model: of the run, as it is here.
+    """
+    assert run.folder is not None
+    found, content = ScoreCheck(), json.loads((run.folder / STATE_FILE).read_bytes())
+    before, context = get_context(), PluginContext(models=get_context().models)
+    # Whatever its name: digests in names are of settings that only the run's call knew.
+    context.find_model = lambda *_: model  # type: ignore[method-assign]
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # the run has said what HELM says
+        _register()
+        set_context(context)
+        try:
+            spec = _run_spec(run, found)
+            if spec is not None and not found.differences:
+                runner = _runner(run.folder.parent)
+                _compare_requests(run, spec, runner, content["request_states"], found)
+                if not found.differences:
+                    _compare_statistics(run, spec, runner, found)
+        finally:
+            set_context(before)
+    return found
+
+
+def state_name(state: State) -> str:
+    """Return what a request is of, in words; no two requests of a run are of the same."""
+    instance, perturbation = state["instance"], state["instance"].get("perturbation", {})
+    parts = {
+        "instance": instance["id"],
+        "perturbation": json.dumps(perturbation, sort_keys=True) if perturbation else "",
+        "trial": state.get("train_trial_index") or "",
+        "reference": state.get("reference_index", ""),
+        "mode": state.get("request_mode", ""),
+        "window": state["request"]["prompt"] if "prompt_token_ids" in state["request"] else "",
+    }
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value != "")
+
+
+@cache
+def _register() -> None:
+    """Have HELM know its models and ours, as its command does."""
+    helm_run.register_builtin_configs_from_helm_package()
+    helm_run.register_configs_from_directory("prod_env")
+    registration.complete_file_deployments()
+
+
+@cache
+def _runner(suite: Path) -> Runner:
+    output = str(suite.parent.parent)
+    helm_run.set_benchmark_output_path(output)
+    spec = ExecutionSpec(None, Authentication(""), "prod_env", parallelism=1, dry_run=True)
+    return Runner(spec, output, suite.name, False, False, False, False, True)
+
+
+def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
+    """Return what HELM makes of the run's entry; None if that is nothing."""
+    assert run.folder is not None
+    recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
+    theirs, name, entry = recorded["adapter_spec"], run.name.partition(",groups=")[0], run.run.get("entry")
+    described = entry or name.replace(theirs["model"].replace("/", "_"), theirs["model"])
+    numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
+    try:
+        specs = helm_run.run_entries_to_run_specs([RunEntry(described, 1, None)], *numbers)
+    except Exception as error:  # of any run spec function
+        found.not_checked(f"questions and scores of {run.name}", error)
+        return None
+    made = next((spec for spec in specs if spec.name == name), None)
+    if made is None:
+        found.differences.append(f"{run.name}: HELM makes no run of that name of its entry")
+        return None
+    here = json.loads(json.dumps(asdict_without_nones(made)))
+    here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
+    file = f"{run.name}, {FIRST_FILE}"
+    if not entry and (asks := disagreements(file, theirs, here["adapter_spec"])):
+        # The name of a run lacks some of what its entry says of prompts.
+        found.not_checked(f"whether HELM asks {run.name} so", asks[0])
+        here["adapter_spec"] = theirs
+        made = replace(made, adapter_spec=from_json(json.dumps(theirs), type(made.adapter_spec)))
+    old, new = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, here))
+    found.differences += disagreements(file, old, new)
+    if made.annotators:
+        found.not_checked(f"judgements of answers in {run.name}", "another model made them")
+    return made
+
+
+def _compare_requests(
+    run: RunScores, spec: RunSpec, runner: Runner, states: Sequence[State], found: ScoreCheck
+) -> None:
+    """Compare questions, references and prompts with those that HELM makes, or their digest with the record's."""
+    lines = [json.dumps({k: v for k, v in state.items() if k not in ANSWER}, sort_keys=True) for state in states]
+    failed = 0
+    for state in states:
+        result = state["result"]
+        if not result["success"]:  # HELM counts it as an empty answer
+            failed += 1
+            if not result.get("error") or [one["text"] for one in result["completions"]] != [""]:
+                found.differences.append(f"{run.name}, {state_name(state)} is marked as failed, and has an answer")
+    if failed:
+        found.unchecked.append(f"{count(failed, 'answer')} of {run.name} that failed, and count as empty")
+    try:
+        made = _made_again(run, spec, runner)
+    except Exception as error:  # of any scenario whose data is not here
+        known = run.run.get("asked")
+        if known not in (None, digest(lines)):
+            found.differences.append(f"{run.name}: its questions or references are not those of {RUN_FILE}")
+        what = f"questions and references of {run.name}"
+        found.not_checked(f"{what}, but by the digest in {RUN_FILE}" if known else what, error)
+        return
+    recorded = Counter(lines)
+    absent = {state_name(state): state for state in map(json.loads, (Counter(made) - recorded).elements())}
+    for line in recorded - Counter(made):
+        state = json.loads(line)
+        name, number = state_name(state), recorded[line]
+        if number > 1 or name not in absent:
+            found.differences.append(f"{run.name}, {name} is there {number} times, {made.count(line)} as HELM makes it")
+        else:
+            found.differences += disagreements(f"{run.name}, {name}", state, absent.pop(name))
+    found.differences += [f"{run.name}, {name} is missing" for name in absent]
+
+
+def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
+    """Return the requests that HELM makes, as `asked` has them; of a sample those that were drawn."""
+    made: list[RequestState] = []
+
+    def execute(scenario_state: ScenarioState) -> NoReturn:
+        made.extend(scenario_state.request_states)
+        raise _Requests
+
+    runner.executor.execute = execute
+    with suppress(_Requests):
+        runner.run_one(spec)
+    if sample := run.run.get("sample"):
+        shares = joining_shares(entry_of(run.name), [(str(state.instance.id), state.instance.split) for state in made])
+        drawn = sorted(shares, key=lambda key: shares[key])[: sample["instances"]]
+        made = [state for state in made if str(state.instance.id) in drawn]
+    return [*asked(made)]
+
+
+def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: ScoreCheck) -> None:
+    """Compare statistics with those that HELM's metrics make of the recorded answers."""
+    assert run.folder is not None
+    state, made, absent = _scenario_state(run.folder, spec), MetricResult([], []), []
+    for metric in spec.metric_specs:
+        name = metric.class_name.rpartition(".")[2]
+        try:
+            service = _NoService(runner.executor.context)
+            result = create_metric(metric).evaluate(state, service, runner.eval_cache_path, 1)
+        except Exception as error:  # of any metric, for answers that HELM did not write
+            if isinstance(error, _ABSENT) or type(error) is LookupError:  # of nltk
+                absent.append(f"{name}: {one_line(error)}")
+            else:
+                found.differences.append(f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})")
+        else:
+            made.aggregated_stats.extend(result.aggregated_stats)
+            made.per_instance_stats.extend(result.per_instance_stats)
+    if found.differences:
+        return
+    whole = {"stats": [*map(asdict_without_nones, remove_stats_nans(made.aggregated_stats))]}
+    parts = map(asdict_without_nones, remove_per_instance_stats_nans(made.per_instance_stats))
+    for file, rows in ("stats.json", [whole]), (LAST_FILE, [*parts]):
+        content = json.loads((run.folder / file).read_bytes())
+        recorded = _by_name(content if file == LAST_FILE else [{"stats": content}])
+        computed = _by_name(json.loads(json.dumps(rows)))
+        if absent and (names := sorted({name.split()[0] for name in recorded.keys() - computed})):
+            found.not_checked(f"{', '.join(names)} of {run.name}, {file}", "; ".join(absent))
+            recorded = {name: value for name, value in recorded.items() if name in computed}
+        found.differences += disagreements(f"{run.name}, {file}", recorded, computed, _TOLERANCE)
+
+
+def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
+    """Return what HELM's file has; requests of an instance share it, as metrics need it."""
+    text = (folder / STATE_FILE).read_bytes()
+    known: dict[str, Any] = {}
+    states = []
+    for raw, state in zip(json.loads(text)["request_states"], from_json(text, ScenarioState).request_states):
+        instance = known.setdefault(json.dumps(raw["instance"]), state.instance)
+        states.append(replace(state, instance=instance, request=to_request(raw["request"], Request)))
+    return ScenarioState(spec.adapter_spec, states, spec.annotators)
+
+
+def _by_name(rows: Iterable[State]) -> dict[str, State]:
+    """Return the numbers of statistics by what they are of."""
+    found: dict[str, State] = {}
+    for row in rows:
+        of = "".join(f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation"))
+        for stat in row["stats"]:
+            name = " ".join(str(value) for _, value in leaves(stat["name"])) + of
+            if not name.startswith(_MEASURED):
+                found[name] = {key: value for key, value in stat.items() if key != "name"}
+    return found
