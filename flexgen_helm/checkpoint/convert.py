@@ -5,7 +5,6 @@ Tensors stay in the mapped pickles until safetensors writes them, a file of at m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from flexgen_helm.checkpoint.fingerprint import SourceFile, blob_of, check_blobs, file_sha256
+from flexgen_helm.checkpoint.fingerprint import blob_of, check_blobs, file_sha256
 from flexgen_helm.checkpoint.folder import (
-    CONFIG,
     INDEX,
     PICKLE,
     PICKLE_INDEX,
-    SINGLE,
     SMALL_FILES,
     read_config,
     read_index,
@@ -41,19 +39,15 @@ from flexgen_helm.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     folder_conversion,
-    header_sha256,
     hub_conversion,
     is_conversion,
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import state_dir, state_lock
-from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, plain_tensor
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors, read_header
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
-from flexgen_helm.files import existing_folder, naming, size, sync_folder, write_synced
+from flexgen_helm.files import existing_folder, naming, refuse_lfs_pointer, size, sync_folder, write_synced
 from flexgen_helm.locks import InUseError, path_key
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
@@ -62,18 +56,6 @@ from flexgen_helm.progress import Message, ProgressPhase, report
 # The first whose `weights_only` refuses every file known to get round it (CVE-2025-32434, CVE-2026-24747).
 OLDEST_TORCH = (2, 10)
 SHARD_BYTES = 4 << 30
-_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
 
 
 @dataclass(frozen=True)
@@ -168,7 +150,10 @@ def _existing_conversion(source: _Source) -> Manifest | None:
         return None
     if not is_conversion(target):
         raise UsageError(f"{target} exists and is no conversion; name another folder with --out")
-    manifest = Manifest.read(target)
+    try:
+        manifest = Manifest.read(target)
+    except CheckpointError:  # of an earlier version
+        return None
     if manifest.origin != source.origin:
         raise UsageError(f"{target} is a conversion of another model; name another folder with --out")
     return None if manifest.changed_source(source.folder) else manifest
@@ -205,6 +190,7 @@ def _load(file: Path) -> Mapping[Any, Any]:
 
 def _require_undamaged_archive(file: Path) -> None:
     """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
+    refuse_lfs_pointer(file)
     with file.open("rb") as opened:
         start = opened.read(64)
     if not zipfile.is_zipfile(file):
@@ -229,43 +215,34 @@ def _require_undamaged_archive(file: Path) -> None:
         raise CheckpointError(f"{file} is damaged in {damaged}; fetch it again")
 
 
-def _read_tensors(source: _Source) -> tuple[dict[str, LogicalTensor], dict[str, torch.Tensor], list[str]]:
-    """Return where each tensor is stored, the tensors, and the names of the entries that are not tensors.
+def _read_tensors(source: _Source) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the tensors, and the names of the entries that are not tensors.
 
     Raises `CheckpointError` for files that are damaged or disagree with their index.
     """
     is_sharded = source.files != [source.folder / PICKLE] and (source.folder / PICKLE_INDEX).is_file()
     file_of = read_index(source.folder / PICKLE_INDEX) if is_sharded else {}
-    stored: dict[str, LogicalTensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     left_out = []
     for path in source.files:
-        file, state = SourceFile.open(path), {str(name): value for name, value in _load(path).items()}
-        for name, value in state.items():
+        for name, value in _load(path).items():
             if not isinstance(value, torch.Tensor):
-                left_out.append(name)
+                left_out.append(str(name))
             elif file_of.get(name, path.name) == path.name:
-                if name in stored:
-                    raise CheckpointError(
-                        f"{path} and {stored[name].parts[0].file.path.name} both contain the tensor {name}"
-                    )
-                stored[name] = plain_tensor(StoredTensor(file, name, str(value.dtype), tuple(value.shape), 0, 0))
-                tensors[name] = _plain(stored[name].title, value)
-        missing = [name for name, file_name in file_of.items() if file_name == path.name and name not in state]
-        if missing:
-            raise CheckpointError(f"{path} lacks the tensor {missing[0]}, which {PICKLE_INDEX} says it has")
+                tensors[str(name)] = _plain(f"tensor {name} of {path}", value)
+    for name, file in file_of.items():
+        if name not in tensors:
+            raise CheckpointError(f"{source.folder / file} lacks the tensor {name}, which {PICKLE_INDEX} says it has")
     if not tensors:
         raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
-    return stored, tensors, left_out
+    return tensors, left_out
 
 
 def _plain(title: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of plain values; raises `CheckpointError` for any other."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{title} is stored as {tensor.layout}, not as plain values; use the original checkpoint")
-    if tensor.dtype not in _DTYPES:
-        dtype, *supported = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *_DTYPES))
-        raise CheckpointError(f"{title} has the type {dtype}; supported are {', '.join(supported)}")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
+        kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
+        raise CheckpointError(f"{title} is stored as {kind}, not as plain values; use the original checkpoint")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(f"{title} repeats {tensor.untyped_storage().nbytes()} stored bytes to {tensor.nbytes}")
     return tensor.detach()
@@ -276,82 +253,50 @@ def _plain(title: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
-    architecture, config, content = read_config(source.folder)
-    stored, tensors, left_out = _read_tensors(source)
+    architecture, config, _ = read_config(source.folder)
+    tensors, left_out = _read_tensors(source)
     if left_out:
         report(Message(f"left out, being no tensors: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"))
-    if architecture.tensors and read_quantization(content, source.folder / CONFIG) is None:
-        # Other kinds are checked at the end only.
-        match_tensors(config, architecture.tensors, stored, source.folder, architecture.prefixes)
-    if architecture.tensors and config.tied_head:
-        tensors = _without_copies(tensors, find_source(architecture.tensors, HEAD_MATRIX).name)
-    shards = _shards(tensors, shard_bytes)
+    if architecture.tensors and config.tied_head:  # a head that is the embedding itself is left out
+        head = find_source(architecture.tensors, HEAD_MATRIX).name
+        shared = Counter((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors.values())
+        for name, tensor in list(tensors.items()):
+            if name.endswith(head) and shared[tensor.data_ptr(), tensor.shape, tensor.stride()] > 1:
+                del tensors[name]
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
     total = sum(tensor.nbytes for tensor in tensors.values())
     require_space(folder.parent, total, "the conversion takes", "name a folder on another disk with --out")
     folder.mkdir()
-    entries: dict[str, dict[str, Any]] = {}
-    for name, shard in shards.items():
+    done = 0
+    for file, names in split.filename_to_tensors.items():
         stop_point()
-        report(ProgressPhase("convert", name, sum(entry["bytes"] for entry in entries.values()), total))
-        entries |= _write_shard(folder / name, shard)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: entries[name]["file"] for name in tensors}}
+        report(ProgressPhase("convert", file, done, total))
+        _write_shard(folder / file, {name: tensors[name] for name in names})
+        done += sum(tensors[name].nbytes for name in names)
+    if split.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
         write_synced(folder / INDEX, json.dumps(index, indent=1).encode())
     # The configuration last: without it, what a crash leaves is no model folder.
     copied = [name for name in reversed(SMALL_FILES) if (source.folder / name).is_file()]
     for name in copied:
         write_synced(folder / name, (source.folder / name).read_bytes())
-    headers = {name: SourceFile.open(folder / name) for name in shards}
     manifest = {
         "format": FORMAT,
         "origin": source.origin,
-        "sources": {
-            file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file.resolve())} for file in source.files
-        },
-        "copied": {name: {"sha256": file_sha256(folder / name)} for name in copied},
-        "shards": {
-            name: {"bytes": file.size, "sha256": header_sha256(file), "of": "header"} for name, file in headers.items()
-        },
-        "tensors": entries,
+        "sources": {file.name: file_sha256(file.resolve()) for file in source.files},
+        "copied": {name: file_sha256(folder / name) for name in copied},
+        "shards": {name: file_sha256(folder / name) for name in split.filename_to_tensors},
+        "tensors": len(tensors),
+        "size": total,
         "left_out": left_out,
     }
     open_as(type(config), folder)
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def _without_copies(tensors: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Leave a tied head out if it is the embedding itself."""
-    copies = Counter(map(_address, tensors.values()))
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (name.endswith(head) and tensor.numel() and copies[_address(tensor)] > 1)
-    }
-
-
-def _address(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the files to write: runs of tensors of at most `shard_bytes` together, or of one that is larger."""
-    groups: list[dict[str, torch.Tensor]] = []
-    room = -1
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room:
-            groups.append({})
-            room = shard_bytes
-        groups[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Write a file of tensors; returns the manifest's entries of them."""
-    shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     # The library refuses tensors that share memory, or have unusual strides.
+    shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     plain = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         if shared[tensor.untyped_storage().data_ptr()] > 1
@@ -360,17 +305,6 @@ def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, d
     }
     save_file(plain, path, {"format": "pt"})
     sync_folder(path)
-    return {
-        name: {
-            "file": path.name,
-            "dtype": stored.dtype,
-            "shape": list(stored.shape),
-            "offset": stored.offset,
-            "bytes": stored.size,
-            "sha256": hashlib.sha256(plain[name].view(-1).view(torch.uint8).numpy().data).hexdigest(),
-        }
-        for name, stored in read_header(path).items()
-    }
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

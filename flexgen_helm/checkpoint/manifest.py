@@ -1,4 +1,4 @@
-"""Conversions of pickled weights: their folders, their manifest, and the check of their tensors. No torch."""
+"""Conversions of pickled weights: their folders, their manifest, and the check of their files. No torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256, recall, remember
+from flexgen_helm.checkpoint.fingerprint import file_sha256, forget
 from flexgen_helm.checkpoint.folder import CONFIG, SMALL_FILES, TOKENIZER_FILES, read_json
 from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.progress import ProgressPhase, report
 
 MANIFEST = "flexgen_conversion.json"
-FORMAT = "flexgen_helm conversion 1"
-
-_TILE_BYTES = 4 << 20
+FORMAT = "flexgen_helm conversion 2"
 
 
 # ---- where conversions are ----
@@ -59,25 +55,14 @@ def conversion_of(folder: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class TensorRecord:
-    """One tensor of a conversion. dtype: safetensors' name. offset, size: bytes in the file."""
-
-    dtype: str
-    shape: list[int]
-    sha256: str
-    file: str
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What `convert` wrote. Filled by `read`.
 
     path: the folder.
     origin: for records: the repository and commit, or the source folder's name.
-    sources, copied, headers: file name -> SHA-256 of the pickled files, of the small files, and of the header of each
-        safetensors file.
+    sources, copied, shards: file name -> SHA-256 of the pickled files, of the small files, and of the safetensors
+        files.
+    tensors, size: their number, and bytes of all.
     left_out: entries of the source that are not tensors.
     """
 
@@ -85,8 +70,9 @@ class Manifest:
     origin: str
     sources: Mapping[str, str]
     copied: Mapping[str, str]
-    headers: Mapping[str, str]
-    tensors: Mapping[str, TensorRecord]
+    shards: Mapping[str, str]
+    tensors: int
+    size: int
     left_out: tuple[str, ...]
 
     @classmethod
@@ -94,35 +80,24 @@ class Manifest:
         """Read a conversion's manifest; raises `CheckpointError` if it cannot be used."""
         path = folder / MANIFEST
         content = read_json(path)
-        if content.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has the format {content.get('format')!r}, not {FORMAT!r}")
+        if content.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{path} is of another version; run flexgen-helm convert again")
         try:
-            tensors = {
-                name: TensorRecord(
-                    *(entry[key] for key in ("dtype", "shape", "sha256", "file")),
-                    *(int(entry[key]) for key in ("offset", "bytes")),
-                )
-                for name, entry in content["tensors"].items()
-            }
-            sources, copied, headers = (
-                {name: str(entry["sha256"]) for name, entry in content[key].items()}
+            sources, copied, shards = (
+                {str(name): str(digest) for name, digest in content.pop(key).items()}
                 for key in ("sources", "copied", "shards")
             )
-            return cls(folder, content["origin"], sources, copied, headers, tensors, tuple(content["left_out"]))
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
+            left_out = tuple(content.pop("left_out"))
+            return cls(path=folder, sources=sources, copied=copied, shards=shards, left_out=left_out, **content)
+        except (AttributeError, TypeError, KeyError) as error:
             raise CheckpointError(f"{path} is incomplete ({error!r}); run flexgen-helm convert again") from None
 
     @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.size for tensor in self.tensors.values())
-
-    @property
     def fingerprint(self) -> str:
-        """Identity of the content: every tensor's name, type, shape and hash, the configuration and the tokenizer."""
-        tensors = sorted((name, tensor.dtype, tensor.shape, tensor.sha256) for name, tensor in self.tensors.items())
-        small = sorted((name, self.copied[name]) for name in (CONFIG, *TOKENIZER_FILES) if name in self.copied)
-        return hashlib.sha256(json.dumps([FORMAT, tensors, small]).encode()).hexdigest()
+        """Identity of the content: the weights, the configuration and the tokenizer."""
+        names = (*self.shards, CONFIG, *TOKENIZER_FILES)
+        digests = sorted((name, digest) for name, digest in {**self.shards, **self.copied}.items() if name in names)
+        return hashlib.sha256(json.dumps([FORMAT, digests]).encode()).hexdigest()
 
     def changed_source(self, folder: Path) -> str | None:
         """Return a file of the source folder that differs from the converted one, or is new and decides results.
@@ -135,52 +110,27 @@ class Manifest:
         return next((name for name in SMALL_FILES if name not in self.copied and (folder / name).is_file()), None)
 
 
-# ---- the check of tensors ----
-
-
-def header_sha256(file: SourceFile) -> str:
-    """Return the SHA-256 of the header of a safetensors file."""
-    length = int.from_bytes(file.read(0, 8, "header length"), "little")
-    return hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
+# ---- the check of files ----
 
 
 def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool = False) -> Manifest:
-    """Compare a conversion with its manifest: small files and headers, and tensors at the first time.
+    """Compare a conversion's files with its manifest: those of weights are hashed at the first time.
 
     files: the safetensors files that are used.
-    hash_again: compare tensors though their file is as it was when they were compared.
+    hash_again: hash them though they are as they were when they were compared.
 
-    Raises `CheckpointError` naming the file, and the tensor, that is not what was converted.
+    Raises `CheckpointError` naming the file that is not what was converted.
     """
     manifest = Manifest.read(folder)
-    for name, digest in manifest.copied.items():
-        _require_equal(folder / name, file_sha256(folder / name), digest)
-    for file in map(SourceFile.open, files):
-        name = file.path.name
-        if name not in manifest.headers:
-            raise CheckpointError(f"{folder / MANIFEST} lacks the file {name}")
-        _require_equal(file.path, header_sha256(file), manifest.headers[name], "the header of ")
-        if not hash_again and recall(file.path, MANIFEST, file.stamp) == manifest.fingerprint:
-            continue
-        done = 0
-        for tensor_name, tensor in manifest.tensors.items():
-            if tensor.file != name:
-                continue
-            report(ProgressPhase("verify", name, done, file.size))
-            hashed = hashlib.sha256()
-            for start in range(0, tensor.size, _TILE_BYTES):
-                stop_point()
-                size = min(_TILE_BYTES, tensor.size - start)
-                hashed.update(file.read(tensor.offset + start, size, f"tensor {tensor_name}"))
-            _require_equal(file.path, hashed.hexdigest(), tensor.sha256, f"tensor {tensor_name} of ")
-            done += tensor.size
-        remember(file.path, MANIFEST, manifest.fingerprint, file.stamp)
+    expected = {**manifest.copied, **manifest.shards}
+    for path in (*(folder / name for name in manifest.copied), *files):
+        if path.name not in expected:
+            raise CheckpointError(f"{folder / MANIFEST} lacks the file {path.name}")
+        if hash_again:
+            forget(path)
+        if (digest := file_sha256(path)) != expected[path.name]:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is {digest[:16]}…, but {MANIFEST} says {expected[path.name][:16]}…; "
+                "delete the folder and run flexgen-helm convert again"
+            )
     return manifest
-
-
-def _require_equal(path: Path, digest: str, expected: str, what: str = "") -> None:
-    if digest != expected:
-        raise CheckpointError(
-            f"{what}{path} is damaged: its SHA-256 is {digest[:16]}…, but {MANIFEST} says {expected[:16]}…; delete the "
-            "folder and run flexgen-helm convert again"
-        )

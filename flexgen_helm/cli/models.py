@@ -259,7 +259,7 @@ def convert(
 
     done = convert_checkpoint(model, out, revision)
     if as_json:
-        counts = {"tensors": len(done.tensors), "bytes": done.size, "left_out": list(done.left_out)}
+        counts = {"tensors": done.tensors, "bytes": done.size, "left_out": list(done.left_out)}
         print_json({"model": model, "path": str(done.path), "origin": done.origin, **counts})
     else:
         print(done.path)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint import convert as module
+from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.checkpoint.convert import convert
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import PICKLE, PICKLE_INDEX
@@ -31,7 +32,7 @@ from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError, UsageError
-from flexgen_helm.progress import Event, ProgressPhase, describe, observed_by
+from flexgen_helm.progress import Event, describe, observed_by
 from tests.helpers.forks import python
 from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 
@@ -128,6 +129,7 @@ def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path):
 MEASURED = """
 import sys, threading
 from flexgen_helm.checkpoint import convert as module
+from flexgen_helm.checkpoint import fingerprint
 def private():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon:"))
 def sample():
@@ -342,26 +344,67 @@ def test_an_old_torch_is_refused(tmp_path, monkeypatch):
         convert(folder)
 
 
-def test_every_truncation_is_refused(tmp_path):
+def deflated(file: Path) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/data.pkl", b"x" * 100)
+
+
+def flip(file: Path, part: bytes) -> None:
+    content = bytearray(file.read_bytes())
+    content[content.index(part) + 5] ^= 4
+    file.write_bytes(bytes(content))
+
+
+def cut(file: Path, kept: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * kept)])
+
+
+def plus(file: Path, tensor: torch.Tensor) -> None:
+    torch.save({**tied_tensors(), "odd": tensor}, file)
+
+
+def without(file: Path, name: str) -> None:
+    torch.save({key: tensor for key, tensor in tied_tensors().items() if key != name}, file)
+
+
+EMBEDDING = tied_tensors()["model.embed_tokens.weight"].numpy().tobytes()
+REFUSED: dict[str, tuple[Any, str]] = {
+    "old format": (
+        lambda file: torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False),
+        r"before PyTorch 1\.6.*torch\.save",
+    ),
+    "lfs pointer": (
+        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        "git lfs pull",
+    ),
+    "a page": (lambda file: file.write_text("<html>"), "no PyTorch checkpoint"),
+    "a list": (lambda file: torch.save([torch.zeros(2)], file), "contains a list, not tensors by name"),
+    "compressed": (deflated, r"compresses m/data\.pkl"),
+    "empty": (lambda file: cut(file, 0), "no PyTorch checkpoint"),
+    "half": (lambda file: cut(file, 0.5), "is truncated"),
+    "nearly all": (lambda file: cut(file, 0.999), "pytorch_model.bin is"),
+    "flipped bit": (lambda file: flip(file, EMBEDDING), r"is damaged in .*data/\d+"),
+    "flipped bit of a name": (lambda file: flip(file, b"model.norm.weight"), r"is damaged in .*data\.pkl"),
+    "repeated": (lambda file: plus(file, torch.zeros(1).expand(1 << 40)), "tensor odd .*repeats 4 stored bytes"),
+    "sparse": (lambda file: plus(file, torch.eye(3).to_sparse()), "tensor odd .*sparse_coo"),
+    "complex": (lambda file: plus(file, torch.zeros(3, dtype=torch.complex64)), "tensor odd .*complex64"),
+    "a lacking tensor": (lambda file: without(file, "model.norm.weight"), r"lacks the tensor model\.norm\.weight"),
+    "another shape": (
+        lambda file: (file.parent / "config.json").write_text(json.dumps({**SMALL_LLAMA, "vocab_size": 99})),
+        r"asks for \[99, 16\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_converted_is_named_and_nothing_is_left(tmp_path, how):
+    spoil, words = REFUSED[how]
     folder = write_pickled(tmp_path / "m")
-    content = (folder / PICKLE).read_bytes()
-    for cut in sorted({0, 1, 3, len(content) - 1, *(len(content) * i // 9 for i in range(9))}):
-        (folder / PICKLE).write_bytes(content[:cut])
-        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-            convert(folder)
-
-
-def test_a_flipped_bit_in_a_pickle_names_file_and_record(tmp_path):
-    tensors = tied_tensors()
-    folder = write_pickled(tmp_path / "m", tensors)
-    content = (folder / PICKLE).read_bytes()
-    embedding = tensors["model.embed_tokens.weight"].numpy().tobytes()
-    for bytes_of, record in ((embedding, r"data/\d+"), (b"model.norm.weight", r"data\.pkl")):
-        damaged = bytearray(content)
-        damaged[content.index(bytes_of) + 5] ^= 4
-        (folder / PICKLE).write_bytes(bytes(damaged))
-        with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin is damaged in .*{record}"):
-            convert(folder)
+    spoil(folder / PICKLE)
+    with pytest.raises(CheckpointError, match=words):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
 
 
 def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path):
@@ -393,52 +436,6 @@ def test_a_second_process_is_told_of_the_first(tmp_path):
         convert(folder, tmp_path / "out")
 
 
-def test_other_formats_are_refused_by_what_they_are(tmp_path):
-    folder = write_pickled(tmp_path / "m")
-    file = folder / PICKLE
-    torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"before PyTorch 1\.6.*torch\.save"):
-        convert(folder)
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(CheckpointError, match="git lfs pull"):
-        convert(folder)
-    file.write_text("<html>")
-    with pytest.raises(CheckpointError, match="no PyTorch checkpoint"):
-        convert(folder)
-    torch.save([torch.zeros(2)], file)
-    with pytest.raises(CheckpointError, match="contains a list, not tensors by name"):
-        convert(folder)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("m/data.pkl", b"x" * 100)
-    with pytest.raises(CheckpointError, match=r"compresses m/data\.pkl"):
-        convert(folder)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(1).expand(1 << 40), "repeats 4 stored bytes"),
-        (torch.eye(3).to_sparse(), "sparse_coo"),
-        (torch.zeros(3, dtype=torch.complex64), "has the type complex64"),
-    ],
-)
-def test_tensors_that_are_no_plain_values_are_named(tmp_path, tensor, message):
-    with pytest.raises(CheckpointError, match=rf"tensor odd .*{message}"):
-        convert(write_pickled(tmp_path / "m", {**tied_tensors(), "odd": tensor}))
-
-
-def test_what_the_model_needs_is_checked_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_write_shard", lambda *given: pytest.fail("written"))
-    tensors = tied_tensors()
-    tensors.pop("model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
-        convert(write_pickled(tmp_path / "lacking", tensors))
-    with pytest.raises(CheckpointError, match=r"asks for \[99, 16\]"):
-        convert(write_pickled(tmp_path / "shape", vocab_size=99))
-    with pytest.raises(UnsupportedArchitectureError, match="RwkvForCausalLM"):
-        convert(write_pickled(tmp_path / "foreign", architectures=["RwkvForCausalLM"]))
-
-
 def test_an_index_and_its_shards_must_agree(tmp_path):
     folder = write_pickled(tmp_path / "m", shards=2)
     index = json.loads((folder / PICKLE_INDEX).read_text())
@@ -452,64 +449,49 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
 # --- damage to a conversion ---------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path):
-    done = convert(write_pickled(tmp_path / "m"), tmp_path / "out", shard_bytes=2000).path
-    entries = json.loads((done / MANIFEST).read_text())["tensors"]
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        file = done / entries[name]["file"]
-        content = file.read_bytes()
-        damaged = bytearray(content)
-        damaged[entries[name]["offset"] + entries[name]["bytes"] - 2] ^= 1  # the lowest bit: finite as before
-        file.write_bytes(bytes(damaged))
-        with pytest.raises(CheckpointError, match=rf"tensor {name} of .*{file.name} is damaged"):
-            open_checkpoint(done)
-        file.write_bytes(content)
-    open_checkpoint(done).verify()
-
-
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", MANIFEST])
-def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path, name):
+def test_damage_is_refused_when_opening(tmp_path, name):
     done = convert(write_pickled(tmp_path / "m")).path
     content = bytearray((done / name).read_bytes())
     if name == MANIFEST:
-        content[content.rindex(b'"sha256": "') + 11] ^= 1  # another digit, or no digit: never the right one
-    elif name == "model.safetensors":
-        content[content.index(b"pt")] ^= 1  # in the header
+        content[content.rindex(b'"model.safetensors": "') + 22] ^= 1  # another digit, or none: never the right one
     else:
-        content += b" "
+        content[-2] ^= 1  # of weights the lowest bit: finite as before
     (done / name).write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match=r"is damaged|no readable JSON|has changed"):
         open_checkpoint(done).verify()
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "flexgen_helm conversion 1"}'])
-def test_an_unusable_manifest_is_refused(tmp_path, content):
-    done = convert(write_pickled(tmp_path / "m")).path
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "flexgen_helm conversion 2"}'])
+def test_an_unusable_manifest_is_refused_and_made_anew(tmp_path, content):
+    folder = write_pickled(tmp_path / "m")
+    done = convert(folder).path
     (done / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=MANIFEST):
         open_checkpoint(done)
+    open_checkpoint(convert(folder).path).verify()
 
 
-def test_tensors_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
+def test_files_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
     done = convert(write_pickled(tmp_path / "m"), shard_bytes=2000).path
     age(done)
-    hashed: list[Event] = []
+    monkeypatch.setattr(fingerprint, "_SMALL", 0)
+    hashed, honest = set(), fingerprint.hash_file
+    monkeypatch.setattr(fingerprint, "hash_file", lambda path: hashed.add(path) or honest(path))
 
-    def load() -> set[str]:
+    def load() -> set[Path]:
         hashed.clear()
-        with observed_by(hashed.append):
-            checkpoint = open_checkpoint(done)
-        assert checkpoint.tensor("head.norm.weight").isfinite().all()
-        return {event.detail for event in hashed if isinstance(event, ProgressPhase) and event.name == "verify"}
+        assert open_checkpoint(done).tensor("head.norm.weight").isfinite().all()
+        return {path for path in hashed if path.suffix == ".safetensors"}
 
-    shards = {file.name for file in done.glob("*.safetensors")}
+    shards = set(done.glob("*.safetensors"))
     assert (load(), load()) == (shards, set())
-    file = sorted(done.glob("*.safetensors"))[0]
+    file = sorted(shards)[0]
     os.utime(file, (time.time() - 30, time.time() - 30))
-    assert load() == {file.name}, "another date, another look"
-    with observed_by(hashed.append):
-        open_checkpoint(done).verify()
-    assert {event.detail for event in hashed if isinstance(event, ProgressPhase)} >= shards, "verify looks again"
+    assert load() == {file}, "another date, another look"
+    hashed.clear()
+    open_checkpoint(done).verify()
+    assert hashed >= shards, "verify looks again"
 
 
 # --- the hub ------------------------------------------------------------------------------------------------------
