@@ -39,9 +39,8 @@ _UNITS = {"b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
-# Commands that send prompts.
-_PROMPTING = ("run", "generate")
-_CHATTING = (*_PROMPTING, "batch", "serve")
+# Commands that send chats.
+_CHATTING = ("run", "batch", "serve")
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 
 
@@ -297,7 +296,7 @@ class EngineConfig:
         None,
         "Send plain prompts as a user's turn of the chat template: auto, true or false. auto: if the tokenizer has a "
         "template and the model is no base model. Default: auto under HELM, else false. Scored prompts never get one.",
-        Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=_PROMPTING),
+        Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=("run",)),
         parse=_template_choice,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(

@@ -17,7 +17,6 @@ from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import Command, Group, help_text, with_engine_flags
 from flexgen_helm.cli.entries import entries
-from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
 from flexgen_helm.cli.models import convert, fetch, models
 from flexgen_helm.cli.plan import plan, profile
@@ -91,8 +90,7 @@ _add("Plan", with_engine_flags(plan))
 _add("Plan", profile)
 _add("Models", fetch)
 _add("Models", convert)
-_add("Without HELM", with_engine_flags(generate))
-_add("Without HELM", with_engine_flags(divergence))
 _add("Without HELM", with_engine_flags(batch))
+_add("Without HELM", with_engine_flags(divergence))
 _add("This installation", doctor)
 _add("This installation", clean)

@@ -24,7 +24,6 @@ from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
-    from flexgen_helm.engine.engine import Engine
 
 
 # Values that shell completion offers. Each function imports little, because a shell waits for it.
@@ -163,21 +162,6 @@ def to_arguments(options: EngineOptions) -> list[str]:
                 value = ",".join(f"{rate:g}" for rate in value)
             words += [flag.name, json.dumps(value) if isinstance(value, bool | Mapping) else str(value)]
     return words
-
-
-def load_engine(model: str, options: EngineOptions) -> Engine:
-    """Load `model`. What can be refused without torch is refused before torch is imported."""
-    check_engine_flags(options)
-    from flexgen_helm.checkpoint.folder import read_config
-    from flexgen_helm.checkpoint.names import resolve
-
-    resolved = resolve(model)
-    config = EngineConfig(**{**resolved.options, **options})
-    if resolved.path is not None and resolved.path.is_dir():
-        read_config(resolved.path)
-    from flexgen_helm.engine.engine import Engine
-
-    return Engine.from_config(model, config)
 
 
 # Arguments and flags that several commands have; the engine flags are in `engine_flags`.

@@ -228,7 +228,7 @@ def _run_command(asked: Asked, made: Plan) -> list[str] | None:
     planned = {"policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
     flags = to_arguments({**kept, "precision": asked.precision, **planned})
     if asked.helm_name is None:
-        return ["flexgen-helm", "generate", asked.model, "--prompts", "FILE.jsonl", *flags]
+        return ["flexgen-helm", "batch", "IN.jsonl", "-o", "OUT.jsonl", "--model", asked.model, *flags]
     instances = 100 if made.problem.endless else made.problem.workload.num_sequences
     return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}{asked.helm_name}", "-m", str(instances), *flags]
 

@@ -1,15 +1,14 @@
-"""Loops over packed bytes for CPUs, compiled by numba: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
+"""Loops that read packed bytes on CPUs, compiled by numba: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
 Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of a code, whether
 scales are words, table, matrix, its rows and width. The table has the float32 of every FP16 for pairs; for words their
-scales [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or packed, or x.
+scales [512] and zero points [128] (`quant.arithmetic`). The matrix is dequantized to, or x.
 
 A group's second half has its codes in the upper bits of the same bytes, or in `apart` further ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,15 +16,12 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
     INT32,
-    INT64,
     LANES,
     VECTOR,
     Loop,
-    call_llvm,
     done,
     floats,
     ir_statement,
@@ -34,14 +30,12 @@ from flexgen_helm.kernels.emit import (
     operands,
     part_of_thread,
     pointer,
-    store,
 )
 from flexgen_helm.kernels.product_loop import OUTPUTS, ROWS, Stored, write_product
-from flexgen_helm.quant.arithmetic import PARTIAL_SUMS
 
 
 @njit
-def _bytes(address: Any, count: Any) -> Any:
+def packed_bytes(address: Any, count: Any) -> Any:
     return numba.carray(pointer(address), count, np.uint8)
 
 
@@ -85,7 +79,7 @@ def dequantize_rows(address: Any) -> None:
     apart, groups, scale_bytes = code_bytes - half, (width + group - 1) // group, 2 if words else 4
     stripes = min(stripes, rows)
     for row in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = _bytes(packed + row * stripe_bytes, groups * (code_bytes + scale_bytes))
+        data = packed_bytes(packed + row * stripe_bytes, groups * (code_bytes + scale_bytes))
         line = floats(matrix + row * width * 4, width)
         for number in range(groups):
             scale, offset = _scale_and_offset(data, groups * code_bytes + number * scale_bytes, 2, words, table)
@@ -107,7 +101,7 @@ def dequantize_columns(address: Any) -> None:
     apart = group * bits // 8 - half
     scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = _bytes(packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width)
+        data = packed_bytes(packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width)
         _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for upper in range(2):
             first, at = stripe * group + upper * half, upper * apart * width
@@ -161,7 +155,7 @@ def _multiply_part(kind: Any, x: Any, count: Any, data: Any, number: Any, width:
     for row in range(count if steps * LANES < width else 0):
         values, target = floats(x + row * width * 4, width), floats(y + row * y_row, number)
         for output in range(number):
-            total, codes = target[output] if steps > 0 else np.float32(0), _bytes(data + output * width, width)
+            total, codes = target[output] if steps > 0 else np.float32(0), packed_bytes(data + output * width, width)
             for column in range(steps * LANES, width):
                 total += values[column] * np.float32((codes[column] >> shift) & mask)
             target[output] = total
@@ -194,7 +188,7 @@ def matmul_columns(address: Any) -> None:
     scaled = np.empty((count, width), np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
         at, first = packed + stripe * stripe_bytes, stripe * group
-        data = _bytes(at, (group * bits // 8 + (2 if words else 4)) * width)
+        data = packed_bytes(at, (group * bits // 8 + (2 if words else 4)) * width)
         _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
         for t in range(count):
             constants[t] = _scale_row(floats(given + t * width * 4, width), scale, offset, scaled[t])
@@ -206,142 +200,4 @@ def matmul_columns(address: Any) -> None:
             _multiply_part(1, x, count, at, min(half, rows - first - half), width, y + half * 4, rows * 4)
         for t in range(count):
             floats(y + t * rows * 4, min(group, rows - first))[:] += constants[t]
-    done(address, part)
-
-
-# ---- packing of axis 'out' with words: operation by operation as `arithmetic` does it, so to the same bytes ----
-
-# That are packed side by side; past the matrix's last one they are zeros.
-_COLUMNS = 64
-# Added to a number below 2^22 and subtracted again, it rounds to the nearest integer, half to even.
-_ROUNDER = np.float32(1.5 * 2**23)
-_ZERO = np.float32(0)
-
-
-@njit
-def _rounded(value: Any, top: Any) -> Any:
-    """Clamp to 0 … top and round."""
-    value = value if value > _ZERO else _ZERO
-    return ((value if value < top else top) + _ROUNDER) - _ROUNDER
-
-
-def _write_sums(builder: Any, squares: int, bits: int, values: Any, group: Any, given: Any, sums: Any) -> None:
-    """Fill sums with what codes leave of values [group, columns], or its squares, in the order of `arithmetic`.
-
-    given: scale, 1 / scale and offset of columns.
-    """
-    row_bytes, zero, top = 4 * _COLUMNS, _constant(0.0), _constant(float((1 << bits) - 1))
-    with cgutils.for_range(builder, INT64(_COLUMNS // LANES)) as lanes:
-        at = builder.mul(lanes.index, INT64(4 * LANES))
-        first = builder.add(given, at)
-        scale, inverse, offset = (
-            load(builder, builder.add(first, INT64(number * row_bytes)), VECTOR, 4) for number in range(3)
-        )
-        totals = [cgutils.alloca_once_value(builder, zero) for _ in range(PARTIAL_SUMS)]
-        with cgutils.for_range(builder, builder.udiv(group, INT64(PARTIAL_SUMS))) as rows:
-            row = builder.add(builder.add(values, at), builder.mul(rows.index, INT64(PARTIAL_SUMS * row_bytes)))
-            for number, total in enumerate(totals):
-                value = load(builder, builder.add(row, INT64(number * row_bytes)), VECTOR, 4)
-                code = builder.fmul(builder.fsub(value, offset), inverse)
-                code = builder.select(builder.fcmp_ordered(">", code, zero), code, zero)
-                code = builder.select(builder.fcmp_ordered("<", code, top), code, top)
-                code = call_llvm(builder, f"llvm.rint.v{LANES}f32", VECTOR, code)
-                rest = builder.fsub(value, builder.fmul(code, scale))
-                if squares:
-                    rest = builder.fsub(rest, offset)
-                    rest = builder.fmul(rest, rest)
-                builder.store(builder.fadd(builder.load(total), rest), total)
-        parts = [builder.load(total) for total in totals]
-        while half := len(parts) // 2:
-            parts = [builder.fadd(*pair) for pair in zip(parts[:half], parts[half:])]
-        store(builder, parts[0], builder.add(sums, at), 4)
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(VECTOR, [value] * LANES)
-
-
-_fill_sums = ir_statement((0, 1), (4, 8))(_write_sums)
-
-
-@njit
-def _search(values: Any, below: Any, above: Any, words: Any, table: Any, bits: Any, tried: Any) -> None:
-    """Replace words [columns], which cover the range, by those of least error (`arithmetic._fit`)."""
-    group, top = len(values), np.float32((1 << bits) - 1)
-    zero_points, grid = table[512:], np.float32(127) / top
-    numbers = np.empty((6, _COLUMNS), np.float32)
-    scale, inverse, offset, sums, zero_point, least = numbers
-    first_index, index, candidate = np.empty((3, _COLUMNS), np.int32)
-    at = np.int64(values.ctypes.data), group, np.int64(numbers.ctypes.data), np.int64(sums.ctypes.data)
-    for c in range(_COLUMNS):
-        first_index[c], scale[c] = words[c] >> 7, table[words[c] >> 7]
-        inverse[c], offset[c] = np.float32(1) / scale[c], -(zero_points[words[c] & 127] * scale[c])
-    _fill_sums((1, bits, *at))
-    least[:] = sums
-    for smaller in range(tried):
-        for c in range(_COLUMNS):
-            index[c] = max(first_index[c] - smaller, 0)
-            scale[c] = table[index[c] & 511]
-            inverse[c] = np.float32(1) / scale[c]
-        for clipped in range(3):
-            for c in range(_COLUMNS):
-                lowest, highest = -below[c] / scale[c], top - above[c] / scale[c]
-                middle = (lowest + highest) / np.float32(2)
-                zero_point[c] = lowest if clipped == 0 else (middle if clipped == 1 else highest)
-            for squares in range(2):  # the first sums refit the zero point, the second are the error
-                for c in range(_COLUMNS):
-                    candidate[c] = np.int32(_rounded(zero_point[c] * grid, np.float32(127)))
-                for c in range(_COLUMNS):
-                    offset[c] = -(zero_points[candidate[c] & 127] * scale[c])
-                _fill_sums((squares, bits, *at))
-                for c in range(_COLUMNS):
-                    zero_point[c] = -(sums[c] / np.float32(group)) / scale[c]
-            for c in range(_COLUMNS):
-                better = sums[c] < least[c]
-                words[c] = index[c] << 7 | candidate[c] if better else words[c]
-                least[c] = sums[c] if better else least[c]
-
-
-@Loop
-def pack_columns(address: Any) -> None:
-    """Axis 'out', words: matrix [rows, width] -> packed [stripes, stripe_bytes].
-
-    One more argument: how many scales are tried for the least error.
-    """
-    part, parts = part_of_thread(address)
-    packed, stripe_bytes, stripes, group, bits, _, numbers, matrix, rows, width, tried = operands(address, 11)
-    table, top, code_bytes = floats(numbers, 640), np.float32((1 << bits) - 1), group * bits // 8
-    pieces = (width + _COLUMNS - 1) // _COLUMNS
-    for piece in range(stripes * pieces * part // parts, stripes * pieces * (part + 1) // parts):
-        stripe, first = piece // pieces, piece % pieces * _COLUMNS
-        columns = min(_COLUMNS, width - first)
-        values, (below, above) = np.zeros((group, _COLUMNS), np.float32), np.zeros((2, _COLUMNS), np.float32)
-        words = np.zeros(_COLUMNS, np.int32)
-        for j in range(group):
-            row = min(stripe * group + j, rows - 1)  # the last one pads
-            line, value = floats(matrix + (row * width + first) * 4, columns), values[j]
-            for c in range(columns):
-                value[c] = line[c]
-                below[c] = value[c] if value[c] < below[c] else below[c]
-                above[c] = value[c] if value[c] > above[c] else above[c]
-        for c in range(columns):
-            exact = max(np.float64(above[c] - below[c]) / top, 2.0**-24)
-            index = np.int32(min(max(math.ceil((math.log2(exact) + 24) * 16 - 1e-9), 0), 511))
-            zero_point = -below[c] / table[index] * (np.float32(127) / top)
-            words[c] = index << 7 | np.int32(_rounded(zero_point, np.float32(127)))
-        if tried:
-            _search(values, below, above, words, table, bits, tried)
-        data = _bytes(packed + stripe * stripe_bytes, stripe_bytes)
-        for c in range(columns):
-            at = code_bytes * width + 2 * (first + c)
-            data[at], data[at + 1] = words[c] & 255, words[c] >> 8
-            below[c] = table[words[c] >> 7]
-            above[c] = -(table[512 + (words[c] & 127)] * below[c])
-        for j in range(code_bytes):
-            target, value, upper = data[j * width + first :], values[j], values[j + group - code_bytes]
-            for c in range(columns):
-                code = np.uint8(_rounded((value[c] - above[c]) / below[c], top))
-                if bits == 4:
-                    code |= np.uint8(_rounded((upper[c] - above[c]) / below[c], top)) << 4
-                target[c] = code
     done(address, part)

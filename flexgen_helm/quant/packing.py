@@ -96,7 +96,7 @@ def _rounded(matrix: Tensor, fmt: GroupFormat) -> Tensor:
     return dequantize(quantize(matrix, fmt), fmt, *matrix.shape)
 
 
-loops = Loops("packing", "flexgen_helm.quant.numba_kernels", _examples)
+loops = Loops("packing", "flexgen_helm.quant.packing_loop", _examples)
 
 
 def _to_groups(values: Tensor, fmt: GroupFormat) -> Tensor:

@@ -121,7 +121,7 @@ def _right(state: Mapping[str, Any]) -> list[str]:
 
 STATE_FILE, SPEC_FILE = "scenario_state.json", "run_spec.json"
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
-# Instances of the data sets of this project's scenarios: a run that asked for exactly as many has them all.
+# Instances of the data sets of this project's scenarios.
 _SIZES = {"lambada": 5153, "wikitext": 62}
 # Entries of an adapter spec that may differ between runs of one comparison.
 _NOT_COMPARED = ("model", "model_deployment", "max_eval_instances")
@@ -175,9 +175,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return {**adapter, **spec.get("scenario_spec", {}).get("args", {})}
 
 
-def has_all_instances(folder: Path, scenario: str, num_instances: int) -> bool:
-    """Whether a run has every instance of its data set: HELM found fewer than it was asked for."""
-    return num_instances == _SIZES.get(scenario) or 0 < num_instances < asked_instances(folder)
+def data_set_size(folder: Path, scenario: str, num_instances: int) -> int | None:
+    """Return how many instances a run's data set has; None if HELM found as many as it was asked for."""
+    return _SIZES.get(scenario) or (num_instances if 0 < num_instances < asked_instances(folder) else None)
 
 
 def asked_instances(folder: Path) -> int:

@@ -183,7 +183,7 @@ class RunPair:
                 interval, p_value = paired.interval(), paired.p_value()
                 look = min(base.look, run.look)
                 p_value = None if p_value is None else min(1.0, p_value / look)
-                verdict = equivalence(paired, margin, base.has_all_instances and total == base.num_scored, look)
+                verdict = equivalence(paired, margin, base.data_size, look)
                 if paired.are_shares:
                     changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
                     flips = Flips(paired.lost, paired.won, changed)

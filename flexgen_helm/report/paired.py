@@ -22,6 +22,8 @@ Vector = NDArray[np.float64]
 LEVEL = 0.05
 # A document that was not seen may change by so much: its perplexity by a factor of e.
 _UNSEEN_NATS = 1.0
+# And is so many times as far from the mean as the furthest that was seen: 1.5 times is too little for skewed changes.
+_REACH = 1.6
 # Of fewer documents a kind that makes up 5 % of them may be missing in more than 5 % of samples: 0.95 ** 59 < 0.05.
 LEAST_DOCUMENTS = 59
 # Metrics in order of precedence; a run shows the first `MAX_SHOWN` that it has.
@@ -99,8 +101,8 @@ class RatioOfSums:
     """sum(changes) / sum(weights) over documents, such as the change of a loss per token.
 
     changes, weights: [documents]; weights are tokens, words, or 1. Two or more documents.
-    unseen: least and largest change per weight that a document may have which was not seen. In between it is twice as
-        far from the mean as any that was seen.
+    unseen: least and largest change per weight that a document may have which was not seen. In between it is `_REACH`
+        times as far from the mean as any that was seen.
     """
 
     changes: Vector
@@ -129,7 +131,7 @@ class RatioOfSums:
     def furthest(self) -> float:
         """The largest change per weight of a document that was not seen."""
         low, high = self.unseen
-        seen = self.value + 2 * float(np.abs(self.residuals).max() / self.weights.mean())
+        seen = self.value + _REACH * float(np.abs(self.residuals).max() / self.weights.mean())
         return min(max(seen, low), high)
 
     def p_value(self, limit: float) -> float:
@@ -208,7 +210,7 @@ def instances_needed(variance: float, margin: float, furthest: float = 1.0) -> i
     return math.ceil(variance * (_QUANTILES / margin) ** 2 + 4 * furthest / margin)
 
 
-def margin_shown(instances: int, variance: float, furthest: float = 1.0) -> float:
+def margin_shown(instances: float, variance: float, furthest: float = 1.0) -> float:
     """Return the least margin within which so many instances show equivalence: the inverse of `instances_needed`."""
     most = 2 * furthest + math.sqrt(4 * furthest**2 + instances * variance * _QUANTILES**2)
     return min(1.0, most / instances)

@@ -20,7 +20,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
-    has_all_instances,
+    data_set_size,
     is_choice,
     read_instances,
     read_settings,
@@ -114,13 +114,13 @@ class RunScores:
         return int(self.instances["exact_match"].between(0, 1, inclusive="neither").sum())
 
     @cached_property
-    def has_all_instances(self) -> bool:
-        """Whether the data set has no more instances than the run has; False if that is not known."""
+    def data_size(self) -> float:
+        """Instances of the data set, of all splits; infinite if that is not known."""
         if self.parts:
-            return all(run.has_all_instances for run in self.parts)
-        if self.run.get("sample"):
-            return False
-        return self.folder is not None and has_all_instances(self.folder, self.scenario, len(self._all_digests))
+            return sum(run.data_size for run in self.parts)
+        # Of a sample the folder has a part of what was asked for.
+        count = 0 if self.run.get("sample") else len(self._all_digests)
+        return (data_set_size(self.folder, self.scenario, count) if self.folder else None) or math.inf
 
     @property
     def look(self) -> float:

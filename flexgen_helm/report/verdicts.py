@@ -44,15 +44,15 @@ class Equivalence:
     margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
     p_value: of 'the difference is the margin or more'.
     needed: instances that would decide in 80 % of cases if there were no difference.
-    has_all: the data set has no more instances.
-    shown: the least margin within which so many instances show equivalence.
+    available: instances of the data set; infinite if that is not known.
+    shown: the least margin within which these, or else those that were scored, show equivalence.
     decision, text: filled by `decide`; the text is the verdict in words.
     """
 
     margin: float
     p_value: float
     needed: int
-    has_all: bool
+    available: float
     shown: float
     decision: Decision = "not decided"
     text: str = ""
@@ -105,11 +105,12 @@ class SuiteEquivalence:
     text: str
 
 
-def equivalence(paired: PairedScores, margin: float, has_all: bool, look: float = 1.0) -> Equivalence | None:
+def equivalence(paired: PairedScores, margin: float, available: float, look: float = 1.0) -> Equivalence | None:
     """Return what is known of the equivalence of paired instances, not decided yet.
 
     None for one instance, or for a metric that has no margin.
 
+    available: instances of the data set.
     look: share of the level that this test may spend; the p-value is divided by it.
     """
     if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
@@ -118,7 +119,8 @@ def equivalence(paired: PairedScores, margin: float, has_all: bool, look: float 
     p_value = min(1.0, paired.equivalence_p_value(limit) / look)
     variance, furthest = paired.loss.spread
     needed = instances_needed(variance, limit, furthest)
-    return Equivalence(margin, p_value, needed, has_all, margin_shown(len(paired.baseline), variance, furthest))
+    most = available if available < math.inf else len(paired.baseline)
+    return Equivalence(margin, p_value, needed, available, margin_shown(most, variance, furthest))
 
 
 def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comparison:
@@ -146,8 +148,10 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
     units = "documents" if flips is None else "questions"
     if verdict.needed <= count:
         return f"not decided: of all {units} like these {count:,}, the difference may be {within} or more"
-    seen = f"{count:,} {units}" if flips is None else f"lost {flips.lost:,} and won {flips.won:,} of {count:,}"
-    return f"too few {units} to tell: {seen}; {_rounded_up(verdict.needed):,} are needed"
+    seen = f"lost {flips.lost:,} and won {flips.won:,}" if flips else f"changed {comparison.change:+.4g}"
+    if comparison.kind == "ratio":
+        seen = f"×{comparison.change:.4g}"
+    return f"too few {units} to tell: {seen} of {count:,}; about {_rounded_up(verdict.needed):,} can show equivalence"
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:
@@ -158,17 +162,17 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         verdict = one.equivalence
         if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
             continue  # more instances may decide, or not
-        if verdict.has_all:
+        if verdict.available <= one.instances:
             exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
         else:
-            more[one.run] = max(_rounded_up(verdict.needed), more.get(one.run, 0))
+            more[one.run] = max(int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0))
     found = []
     if more:
         asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
         found.append(f"run {asked}; stored answers are not computed again")
     if exhausted:
-        shown = first_names([f"{run} at best {_percent(margin)}" for run, margin in exhausted.items()])
-        found.append(f"add other data, or take a larger --margin: all of the data shows in {shown}")
+        shown = first_names([f"{run} {_percent(margin)}" for run, margin in exhausted.items()])
+        found.append(f"add other data, or take a larger --margin: the least that all of it can show is of {shown}")
     return found
 
 

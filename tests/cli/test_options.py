@@ -117,8 +117,8 @@ def test_a_bad_link_is_refused(link):
     "argv",
     [
         ["nonsense"],
-        ["generate", "opt-125m"],
-        ["generate", "no-such-model", "--prompts", os.devnull],
+        ["batch", os.devnull],
+        ["batch", os.devnull, "-o", os.devnull, "--model", "no-such-model"],
         ["fetch", "no-such-model"],
         ["models", "--json", "--csv"],
     ],

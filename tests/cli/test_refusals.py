@@ -24,7 +24,7 @@ RUN = ("run", "-r", "x", "-m", "1")
 RUN_OPT = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--device", "cpu")
 DIVERGENCE = "divergence", "opt-125m", "--window", "9", "--text"
 TOO_LONG = "s is too long for the name of a file; give a shorter one"
-GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
+BATCH = ("batch", "-o", "out", "--model", "opt-125m", "--dummy-weights")
 
 
 @pytest.mark.fast(6)
@@ -42,8 +42,8 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         ((*RUN, "--cpu-memory", "8"), "the limit of the cpu tier, '8', has no unit; write 8GiB"),
         ((*RUN_OPT, "--cpu-memory", "1MiB", "--precision", "fp16,4bit"), "opt-125m runs with 11 MiB"),
         ((*RUN, "--max-latency", "9", "--policy", "1x1,0,100,0,100,0,100"), "leave it or the policy out"),
-        ((*GENERATE, "/dev/null", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
-        ((*GENERATE, "absent.jsonl"), "--prompts absent.jsonl cannot be read: No such file"),
+        ((*BATCH, "/dev/null", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
+        ((*BATCH, "absent.jsonl"), "IN.jsonl absent.jsonl cannot be read: No such file"),
         ((*DIVERGENCE, "absent", "--precision", "fp16"), "--text absent cannot be read"),
         ((*DIVERGENCE, "absent", "--baseline", "fp15"), "precision 'fp15' is not available"),
         (("divergence", "opt-125m-4bit", *DIVERGENCE[2:], "absent"), "opt-125m-4bit already means 4bit"),

@@ -50,25 +50,25 @@ def published_values(packed: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
 
 
 def _scaled_values(blocks: torch.Tensor, code: str, scale: str, _: int, more: str = "") -> torch.Tensor:
+    def read(begin: int, end: int | None, kind: str) -> torch.Tensor:
+        return blocks[:, begin:end].flatten().clone().view(SCALARS[kind]).view(len(blocks), -1).float()
+
     size = SCALARS[scale].itemsize
-    factors, codes = blocks[:, :size].clone().view(SCALARS[scale]).float(), blocks[:, size:].clone()
     if scale == "F8_E4M3":
-        divisor, scales = blocks[:, :4].clone().view(torch.float32), blocks[:, 4:12].clone().view(SCALARS[scale])
-        factors, codes = (scales.float() / divisor).repeat_interleave(16, 1), blocks[:, 12:]
-    if more == "1 / 127":
-        factors = factors * (1 / 127)
-    zeros = torch.zeros(len(blocks), 1)
-    if more == "zero":
-        zeros, codes = codes[:, :1].clone().view(SCALARS[code]).float(), codes[:, 1:].clone()
+        size, factors = 12, (read(4, 12, scale) / read(0, 4, "F32")).repeat_interleave(16, 1)
+    else:
+        factors = read(0, size, scale) * (1 / 127 if more == "1 / 127" else 1)
+    zeros = read(size, size + 1, code) if more == "zero" else 0
+    codes = blocks[:, size + (more == "zero") :]
     if code == "FP4":
         values = E2M1[torch.stack((codes & 15, codes >> 4), 2).flatten(1).long()]
     elif code == "NF4":
         values = NF4[torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()]
     elif code == "U3":
-        bits = torch.from_numpy(np.unpackbits(codes.numpy(), axis=1, bitorder="little"))
+        bits = torch.from_numpy(np.unpackbits(codes.contiguous().numpy(), axis=1, bitorder="little"))
         values = (bits.unflatten(1, (-1, 3)) * torch.tensor([1, 2, 4])).sum(2).float()
     else:
-        values = codes.view(SCALARS[code]).float()
+        values = read(size + (more == "zero"), None, code)
     return (values - zeros) * factors
 
 

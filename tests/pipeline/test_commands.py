@@ -1,4 +1,4 @@
-"""Commands under torchrun: `generate` survives the loss of a rank, and `run` gives HELM's scores of one process."""
+"""Commands under torchrun: `batch` survives the loss of a rank, and `run` gives HELM's scores of one process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.helpers.forks import python
 from tests.helpers.parity import prompts
 from tests.helpers.pipeline_ranks import torchrun, torchrun_in_forks
 
+BATCH = ("batch", "in.jsonl", "--model", "mine")
 ENTRIES = ("simple_mcqa_scored:model=flexgen/mine", "simple_mcqa:model=flexgen/mine")
 
 
@@ -27,6 +28,12 @@ def environment(tmp_path, tiny):
         **os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1",
         "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"),
     }  # fmt: skip
+
+
+def write_lines(path: Path, rows: list[list[int]], tokens: int) -> None:
+    bodies = [{"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for ids in rows]
+    lines = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    path.write_text("\n".join(map(json.dumps, lines)))
 
 
 def command(num_ranks: int, *arguments: str) -> list[str]:
@@ -41,14 +48,13 @@ def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
-    lines = [json.dumps({"prompt_token_ids": ids, "max_tokens": 20, "ignore_eos": True}) for ids in prompts(60, 40)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+def test_batch_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
+    write_lines(tmp_path / "in.jsonl", prompts(60, 40), 20)
     # So few positions of cache that answers come one after the other.
-    slow = ["generate", "mine", "--prompts", "in.jsonl", "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
+    slow = [*BATCH, "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     run = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command(2, *slow, "--out", str(out)), **run) as ranks:
+    with subprocess.Popen(command(2, *slow, "-o", str(out)), **run) as ranks:
         while not (partial.is_file() and partial.read_text().count("\n") >= 5):
             assert ranks.poll() is None, ranks.stdout.read()
             time.sleep(0.01)
@@ -60,25 +66,24 @@ def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
     finished = partial.read_text().splitlines()
     assert 5 <= len(finished) < 60 and not out.exists()
 
-    assert subprocess.run(command(2, *slow, "--out", str(out)), **run).returncode == 0
-    whole = subprocess.run(command(1, *slow, "--out", str(tmp_path / "one.jsonl")), **run)
+    assert subprocess.run(command(2, *slow, "-o", str(out)), **run).returncode == 0
+    whole = subprocess.run(command(1, *slow, "-o", str(tmp_path / "one.jsonl")), **run)
     assert whole.returncode == 0, whole.stdout
-    ids = [
-        [[c["token_ids"] for c in json.loads(line)["completions"]] for line in Path(path).read_text().splitlines()]
+    texts = [
+        [json.loads(line)["response"]["body"]["choices"][0]["text"] for line in path.read_text().splitlines()]
         for path in (out, tmp_path / "one.jsonl")
     ]
-    assert len(ids[0]) == 60 and ids[0] == ids[1]
+    assert len(texts[0]) == 60 and texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_ranks_end_with_a_killed_torchrun(tmp_path, environment):
     """torchrun cannot end its processes if the kernel kills it; without a signal of their own they would go on."""
-    lines = [json.dumps({"prompt_token_ids": ids, "max_tokens": 60, "ignore_eos": True}) for ids in prompts(400, 30)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    slow = ["generate", "mine", "--prompts", "in.jsonl", "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
+    write_lines(tmp_path / "in.jsonl", prompts(400, 30), 60)
+    slow = [*BATCH, "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     with (tmp_path / "said").open("w") as said, subprocess.Popen(
-        command(2, *slow, "--out", str(out)), cwd=tmp_path, env=environment, stdout=said, stderr=said
+        command(2, *slow, "-o", str(out)), cwd=tmp_path, env=environment, stdout=said, stderr=said
     ) as agent:  # fmt: skip
         while not (partial.is_file() and partial.read_text().count("\n") >= 5):
             assert agent.poll() is None, (tmp_path / "said").read_text()

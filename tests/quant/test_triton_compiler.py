@@ -17,7 +17,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 triton = pytest.importorskip("triton")
 
 from flexgen_helm.quant import triton_launches  # noqa: E402
-from tests.helpers.blocks import EVERY_FORMAT  # noqa: E402
+from tests.helpers.blocks import EVERY_FORMAT, drawn_blocks  # noqa: E402
 from tests.helpers.shares import share  # noqa: E402
 from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_driver, resources  # noqa: E402
 from tests.helpers.triton_stand_in import run  # noqa: E402
@@ -154,7 +154,7 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
 @pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=lambda fmt: fmt.name)
 def test_the_stand_in_decodes_what_a_launch_describes(monkeypatch, fmt):
     width = 3 * fmt.block_values
-    packed = torch.randint(64, (5, fmt.stripe_bytes(width)), dtype=torch.uint8)
+    packed = drawn_blocks(fmt, 5, width)
     monkeypatch.setattr(triton_launches.Launch, "run", run)
     found = triton_launches.dequantize_into(packed, fmt, torch.empty(5, width))
     assert torch.equal(found, decode(packed, fmt))

@@ -85,7 +85,7 @@ def test_it_is_that_of_random_weights_and_one_document_more(unseen):
     draw = np.random.default_rng(0)
     weights = draw.integers(1, 9, 40).astype(float)
     change = RatioOfSums(weights * (draw.exponential(size=40) ** 2 - 1), weights, unseen)
-    size = change.value + 2 * abs(change.changes - change.value * weights).max() / weights.mean()
+    size = change.value + 1.6 * abs(change.changes - change.value * weights).max() / weights.mean()
     size = min(max(size, unseen[0]), unseen[1])
     exponentials = draw.exponential(size=(200_000, 41))
     for limit in (change.value + 0.3, change.value + 1.0):
@@ -144,12 +144,13 @@ def decided(metric, changes, weights=None, margin=0.01):
 
 def judged(paired, margin=0.01, **more):
     """A comparison that is alone on its page."""
-    verdict, p_value = equivalence(paired, margin, **{"has_all": False, **more}), paired.p_value()
+    verdict, p_value = equivalence(paired, margin, **{"available": math.inf, **more}), paired.p_value()
     flips = None if paired.is_loss else Flips(paired.lost, paired.won)
     values = paired.values
     one = Comparison(
         "a", paired.metric.numerator if not paired.is_loss else "target_perplexity", "4bit", len(paired.baseline),
-        *values, paired.metric.change, 0.0, paired.interval(), p_value, flips, verdict,
+        *values, paired.metric.change, paired.metric.change_between(*values[::-1]), paired.interval(), p_value, flips,
+        verdict,
     )  # fmt: skip
     return decide(one, verdict.p_value, 1.0 if p_value is None else p_value)
 
@@ -209,16 +210,18 @@ def answers(lost, won, count):
 @pytest.mark.parametrize(
     "lost, won, count, more, text, step",
     [
-        (0, 0, 28, {}, "too few questions to tell: lost 0 and won 0 of 28; 1,900 are needed",
+        (0, 0, 28, {}, "too few questions to tell: lost 0 and won 0 of 28; about 1,900 can show equivalence",
          "run a with -m 1900; stored answers are not computed again"),
-        (0, 0, 79, {"has_all": True}, "too few questions to tell: lost 0 and won 0 of 79; 940 are needed",
-         "add other data, or take a larger --margin: all of the data shows in a at best 7 %"),
+        (0, 0, 79, {"available": 79},
+         "too few questions to tell: lost 0 and won 0 of 79; about 940 can show equivalence",
+         "add other data, or take a larger --margin: the least that all of it can show is of a 7 %"),
         (0, 0, 500, {}, "equivalent within 1 pp", None),
         (60, 60, 5153, {}, "equivalent within 1 pp", None),
         (100, 60, 5153, {}, "worse", None),
         (60, 100, 5153, {}, "better", None),
-        (5, 0, 5, {}, "too few questions to tell: lost 5 and won 0 of 5; 7,600 are needed", "run a with -m 7600; stored"
-         " answers are not computed again"),
+        (5, 0, 5, {"available": 50},
+         "too few questions to tell: lost 5 and won 0 of 5; about 7,600 can show equivalence",
+         "run a with -m 50; stored answers are not computed again"),
         (6, 0, 6, {}, "worse", None),
         (70, 50, 2400, {"margin": 0.015},
          "not decided: of all questions like these 2,400, the difference may be 1.5 pp or more", None),
@@ -234,7 +237,7 @@ def test_verdicts_in_words(lost, won, count, more, text, step):
 def test_few_documents_say_nothing():
     ones = np.ones(58)
     one = judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones))
-    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: 58 documents; ")
+    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: ×2.718 of 58; ")
     ones = np.ones(59)
     assert judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones)).equivalence.decision == "worse"
 
@@ -242,9 +245,9 @@ def test_few_documents_say_nothing():
 def test_a_metric_without_a_margin_has_no_verdict():
     values = np.array([2.0, 3.0])
     rated = PairedScores(metric_named("ratings"), values, values + [0.5, 1], np.ones(2))
-    assert equivalence(rated, 0.01, False) is None and rated.p_value() is None
+    assert equivalence(rated, 0.01, math.inf) is None and rated.p_value() is None
     assert rated.interval()[0] < 0.75 < rated.interval()[1]
-    assert equivalence(PairedScores(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1)), 0.01, False) is None
+    assert equivalence(PairedScores(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1)), 0.01, math.inf) is None
 
 
 def test_corrected_p_values_are_hochbergs():
@@ -291,7 +294,7 @@ def test_json_has_flips_and_verdicts_and_keeps_its_keys(suite, tmp_path, capsys)
         "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval", "p_value"
     }  # fmt: skip
     assert (mc["flips"]["lost"], mc["flips"]["won"]) == (3, 0)
-    assert boolq["equivalence"]["has_all"]  # 40 of the 100 that were asked for
+    assert boolq["equivalence"]["available"] == 40 and mc["equivalence"]["available"] is None  # of 100 asked for
     assert mc["equivalence"]["decision"] == "not decided" and mc["equivalence"]["needed"] > 600
     assert content["models"]["tiny"]["equivalence"]["4bit"]["entries"] == ["boolq", "mc:mode=a"]
 
