@@ -150,8 +150,8 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
         return f"not decided: of all {units} like these {count:,}, the difference may be {within} or more"
     seen = f"lost {flips.lost:,} and won {flips.won:,}" if flips else f"changed {comparison.change:+.4g}"
     if comparison.kind == "ratio":
-        seen = f"×{comparison.change:.4g}"
-    return f"too few {units} to tell: {seen} of {count:,}; about {_rounded_up(verdict.needed):,} can show equivalence"
+        seen = f"×{comparison.change:.4f}"
+    return f"too few {units} to tell: {seen} {'of' if flips else 'in'} {count:,}; about {_rounded_up(verdict.needed):,} can show equivalence"
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:

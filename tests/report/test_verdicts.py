@@ -237,7 +237,7 @@ def test_verdicts_in_words(lost, won, count, more, text, step):
 def test_few_documents_say_nothing():
     ones = np.ones(58)
     one = judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones))
-    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: ×2.718 of 58; ")
+    assert one.p_value is None and one.equivalence.text.startswith("too few documents to tell: ×2.7183 in 58; ")
     ones = np.ones(59)
     assert judged(PairedScores(PERPLEXITY, -ones, -2 * ones, ones)).equivalence.decision == "worse"
 
