@@ -152,7 +152,7 @@ def verify(
             say(f"{bundle} is not written, because something differs")
         raise typer.Exit(1)
     if bundle is not None:
-        write_bundle(bundle, manifest, bundled)
+        write_bundle(bundle, manifest, sorted(bundled, key=lambda answer: answer.number))
 
 
 def _read(

@@ -184,11 +184,11 @@ FORGERIES = {
         (put("result.success", False), "is marked as failed, and has an answer"),
         (put("result.completions", []), "cannot be computed from the answers ("),
         (put("result.completions", lambda one: one * 2), "(Result must contain exactly one completion)"),
-        (put("result.completions.0.finish_reason.reason", "stop"), "finish_reason_stop test.mean is 0.0 in the file"),
+        (put("result.completions.0.finish_reason.reason", "stop"), "stats.json: finish_reason_"),
         (swap_answers, "per_instance_stats.json: "),
     ],
     (CLASS, SPEC): [
-        (put("adapter_spec.max_eval_instances", 3), "max_eval_instances is 5 in the file, and 3 made again"),
+        (put("adapter_spec.max_eval_instances", 3), "is there 1 times, 0 as HELM makes it"),
         (put("adapter_spec.instructions", "Say Yes"), "adapter_spec.instructions is 'Say Yes' in the file"),
         (put("metric_specs", lambda specs: specs[1:]), "run_spec.json: metric_specs[0]"),
         (put("scenario_spec.class_name", "subprocess.run"), "scenario_spec.class_name is 'subprocess.run' in the file"),
@@ -361,11 +361,7 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
         lies = replace(manifest, sources=[replace(source, **change) for source in manifest.sources])
         write_bundle(path, lies, drawn)
         done = verify(bundle)
-        assert (
-            done.returncode == (2 if "precision" in why else 1)
-            and why in done.stderr
-            and len(done.stderr.splitlines()) < 12
-        ), done.stderr
+        assert done.returncode == 1 and why in done.stderr and len(done.stderr.splitlines()) < 12, done.stderr
     odd = {
         "hardware": {"device": "cpu", "name": "x" * 9999, "loops": 3},
         "chat_template": {"kwargs": 5},
