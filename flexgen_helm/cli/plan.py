@@ -117,12 +117,12 @@ def plan(
             "-m",
             min=1,
             metavar="N",
-            help="With -c: maximum instances of an entry. Default: that of the suite's prompts, else 1000.",
+            help="With -c: maximum instances of an entry. Default: that of the suite's prompts.",
         ),
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With -c: take the prompts of this suite, which run --dry-run has made."),
+        typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made."),
     ] = None,
     output_path: OutputPath = DEFAULT_OUTPUT,
     until: UntilTime = None,
@@ -143,8 +143,9 @@ def plan(
       flexgen-helm plan --model opt-30b --prompt-len 512 --gen-len 32 \\
         --num-seqs 500 --hardware t4
 
-      flexgen-helm plan -c runs/helm_lite.conf --model llama-2-70b \\
-        --hardware rtx3090 --cpu-memory 60GB
+      flexgen-helm run --dry-run -c runs/helm_lite.conf -m 1000 --suite lite
+      flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
+        --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
     has_entries = bool(conf_paths or run_entries)
     lengths = [value is not None for value in (prompt_len, gen_len, num_seqs)]
@@ -162,7 +163,7 @@ def plan(
         return
     asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
     if has_entries:
-        from flexgen_helm.cli.plan_suite import print_suite, read_run_entries
+        from flexgen_helm.cli.plan_suite import AskedSuite, print_suite
 
         if any((*lengths, frontier, picture)):
             raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
@@ -171,9 +172,8 @@ def plan(
         for flag in ("policy", "schedule", "max_latency"):
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
-        entries = read_run_entries(conf_paths or (), run_entries or ())
-        folder = None if suite is None else output_path / "runs" / suite
-        print_suite(asked, entries, max_eval_instances, folder, until, hours)
+        given = conf_paths or (), run_entries or (), max_eval_instances
+        print_suite(asked, AskedSuite(*given, output_path, suite), until, hours)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")

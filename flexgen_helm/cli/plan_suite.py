@@ -5,102 +5,114 @@ from __future__ import annotations
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.cli.console import output, print_command, print_csv, print_json, print_rows, print_table
-from flexgen_helm.cli.engine_flags import seconds_left, to_arguments
+from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
 from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
-from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
+from flexgen_helm.planner.plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.plan import EntryWorkload, ScenarioPlan, SuitePlan
-    from flexgen_helm.planner.problem import PlanningProblem
+    from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
 _NIGHT_S = 8 * 3600.0
 # Share of answers whose score differs between two precisions or models, for which shown differences are told.
 FLIPS = 0.05
-_BASES = {
-    "prompts": "real prompts",
-    "measured": "measured once",
-    "published": "published",
-    "assumed": "assumed",
-}
+# Suite of the commands that are told.
+_SUITE = "planned"
 
 
-def read_run_entries(conf_paths: Sequence[Path], run_entries: Sequence[str]) -> list[str]:
-    """Return the run entries of the files and of -r, each once and without its model.
+@dataclass(frozen=True)
+class AskedSuite:
+    """The run entries to plan, and where HELM's prompts of them are.
 
-    Raises `UsageError` for a file that cannot be read or has no entries, and for an entry that HELM could not run.
+    most_instances: None for as many as the prompts were made for.
+    output_path: folder that has `runs`.
+    suite: None where none was given.
     """
-    from flexgen_helm.run_entries import check_entries, conf_file, read_conf, without_model
 
-    given = list(run_entries)
-    for path in conf_paths:
-        try:
-            found = read_conf(conf_file(path))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"-c {path} cannot be read: {error}") from error
-        if not found:
-            raise UsageError(f"-c {path} has no run entries; `flexgen-helm entries` lists some")
-        given += found
-    entries = list(dict.fromkeys(map(without_model, given)))
-    check_entries(entries, ["planned"], needs_weights=False)
-    return entries
+    conf_paths: Sequence[Path]
+    run_entries: Sequence[str]
+    most_instances: int | None
+    output_path: Path
+    suite: str | None
+
+    def read_entries(self) -> list[str]:
+        """Return the run entries of the files and of -r, each once and without its model.
+
+        Raises `UsageError` for a file that cannot be read or has no entries, and for an entry that
+        HELM could not run.
+        """
+        from flexgen_helm.run_entries import check_entries, conf_file, read_conf, without_model
+
+        given = list(self.run_entries)
+        for path in self.conf_paths:
+            try:
+                found = read_conf(conf_file(path))
+            except (OSError, ValueError) as error:
+                raise UsageError(f"-c {path} cannot be read: {error}") from error
+            if not found:
+                raise UsageError(f"-c {path} has no run entries; `flexgen-helm entries` lists some")
+            given += found
+        entries = list(dict.fromkeys(map(without_model, given)))
+        check_entries(entries, ["planned"], needs_weights=False)
+        return entries
+
+    def remedy(self, helm_name: str | None) -> str:
+        """Say how to make the prompts; helm_name: of the model of -r entries that name none."""
+        suite = self.suite or _SUITE
+        words = ["flexgen-helm", "run", "--dry-run"]
+        words += ["-c", *map(str, self.conf_paths)] if self.conf_paths else []
+        named = [_with_model(entry, helm_name) for entry in self.run_entries]
+        words += ["-r", *named] if named else []
+        words += ["-m", str(self.most_instances or _MOST_INSTANCES), "--suite", suite]
+        words += [] if self.output_path == DEFAULT_OUTPUT else ["-o", str(self.output_path)]
+        return f"make its prompts with `{shlex.join(words)}`, then plan with --suite {suite}"
 
 
-def entry_workloads(
-    entries: Sequence[str], problem: PlanningProblem, most_instances: int, made: Mapping[str, Path]
-) -> list[EntryWorkload]:
-    """Return what each entry asks: of the prompts that were made where it has them, else of the stated table.
+def _with_model(entry: str, helm_name: str | None) -> str:
+    scenario, _, rest = entry.partition(":")
+    if helm_name is None or "model=" in rest:
+        return entry
+    return f"{scenario}:model={helm_name}{',' if rest else ''}{rest}"
 
-    Raises `UsageError` for an entry that neither has.
+
+def print_suite(asked: Asked, suite: AskedSuite, until: str | None, hours: float | None) -> None:
+    """Search the plan of run entries and print it; until, hours: of a run of a random sample.
+
+    Raises `UsageError` where HELM has made no prompts of an entry.
     """
-    from flexgen_helm.cli.suite_lengths import PromptReader, prompts_of, stated_workload
-
-    device = "cpu" if problem.compute_tier == "cpu" else "cuda"
-    reader = PromptReader(problem.config, device, problem.precision.cache) if made else None
-    workloads = []
-    for entry in entries:
-        file = prompts_of(entry, made)
-        if reader is not None and file is not None:
-            workloads.append(reader.workload(entry, file, most_instances))
-        else:
-            workloads.append(stated_workload(entry, most_instances, problem.config))
-    return workloads
-
-
-def print_suite(
-    asked: Asked,
-    entries: Sequence[str],
-    most_instances: int | None,
-    suite: Path | None,
-    until: str | None,
-    hours: float | None,
-) -> None:
-    """Search the plan of run entries and print it.
-
-    most_instances: None for as many as the suite's prompts were made for. suite: folder with prompts of theirs.
-    until, hours: of a run that scores a random sample.
-    """
-    from flexgen_helm.cli.suite_lengths import made_prompts
+    from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
     from flexgen_helm.planner.plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
-    made = {} if suite is None else made_prompts(suite)
-    if most_instances is None:
-        most_instances = max((asked_instances(file.parent) for file in made.values()), default=0) or _MOST_INSTANCES
+    entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
+    if suite.suite is None:
+        raise UsageError(f"a suite's plan counts the requests that HELM has made; {remedy}")
+    folder = suite.output_path / "runs" / suite.suite
+    made = made_prompts(folder, remedy)
+    files = {}
+    for entry in entries:
+        if (file := prompts_of(entry, made)) is None:
+            raise UsageError(f"the suite in {folder} has no prompts of {entry!r}; {remedy}")
+        files[entry] = file
+    made_for = max(asked_instances(file.parent) for file in files.values())
+    most_instances = suite.most_instances or made_for or _MOST_INSTANCES
     problem = problem_for(asked)
     flags = to_arguments({**asked.engine, "precision": asked.precision})
-    flags = ["-m", str(most_instances), "--suite", "planned", *flags]
-    workloads = entry_workloads(entries, problem, most_instances, made)
+    flags = ["-m", str(most_instances), "--suite", _SUITE, *flags]
+    device = "cpu" if problem.compute_tier == "cpu" else "cuda"
+    reader = PromptReader(problem.config, device, problem.precision.cache)
+    workloads = [reader.workload(entry, file, most_instances, remedy) for entry, file in files.items()]
     planned = plan_suite(problem, workloads, asked.compares and not asked.as_csv)
     left_s = seconds_left(until, hours)
     sample = _sample(planned, left_s or _NIGHT_S)
@@ -114,7 +126,7 @@ def print_suite(
         import pandas
 
         rows = pandas.DataFrame(planned.to_json()["scenarios"])
-        rows["entries"] = [" ".join(entry["entry"] for entry in entries) for entries in rows["entries"]]
+        rows["entries"] = [" ".join(entries) for entries in rows["entries"]]
         rows[["low_s", "high_s"]] = rows.pop("range").tolist()
         print_csv(rows)
     else:
@@ -135,10 +147,7 @@ def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_r
     pieces = [[entry for run in runs for entry in run.entries]] if is_one_run else [run.entries for run in runs]
     commands = []
     for piece in pieces:
-        entries = []
-        for entry in piece:
-            scenario, _, rest = entry.entry.partition(":")
-            entries.append(f"{scenario}:model={helm_name}{',' if rest else ''}{rest}")
+        entries = [_with_model(entry.entry, helm_name) for entry in piece]
         commands.append(["flexgen-helm", "run", "-r", *entries, *flags])
     return commands
 
@@ -146,11 +155,12 @@ def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_r
 def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
     """Return the share of the instances that one run computes in so many seconds, and what it is of each entry."""
 
-    def share(length: str, spread: float) -> float:
+    def share(factor: float, most_s: float) -> float:
         """To a thousandth."""
-        return bisect_right(range(1, 1001), left_s, key=lambda n: spread * planned.sample_s(n / 1000, length)) / 1000
+        thousandths = range(1, 1001)
+        return bisect_right(thousandths, most_s, key=lambda n: planned.sample_s(n / 1000, factor)) / 1000
 
-    expected, least = share("expected", 1.0), share("longest", planned.made.spread.high)
+    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.made.spread.high)
     entries = [
         {"entry": entry.entry, "instances": number, "of": entry.instances, "difference": margin_shown(number, FLIPS)}
         for entry in planned.entries
@@ -183,13 +193,6 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
         f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times). If "
         f"all run to their limit: {spelled_duration(planned.limit_s)}."
     )
-    for basis, named in _BASES.items():
-        sources: dict[str, list[str]] = {}
-        for entry in entries:
-            if entry.basis == basis:
-                sources.setdefault(entry.source, []).append(entry.scenario)
-        for source, names in sources.items():
-            console.print(f"{named.capitalize()}, {', '.join(dict.fromkeys(names))}: {source}.")
     if planned.is_one_run:
         console.print(made.why)
     else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
@@ -298,30 +298,28 @@ def _scaled(record: _Record, *names: str) -> _Record:
 
 # How long a suite of run entries takes: each scenario alone, and all together as one run.
 
+# Answers have between so much less and so much more than the right ones: docs/explanation/planning.md
+# has measurements.
+ANSWER_FACTOR = 2.0
 # By how much batches become smaller until longer sequences fit.
 _SMALLER = 0.8
 
 
 @dataclass(frozen=True)
 class EntryWorkload:
-    """What one run entry asks of a model.
+    """The requests of one run entry.
 
     entry: without its model.
-    basis: 'prompts' that were read, 'measured' once elsewhere, 'published', or 'assumed'.
-    source: where the lengths come from, for people.
-    instances: of HELM, each with one or more sequences.
-    shortest, longest: between which the lengths are expected.
-    limit: as `longest`, with answers of all tokens that they may have.
+    instances: of HELM, with one or more requests.
+    lengths: of each sequence, tokens of the prompt, of the right answer, and most of an answer.
+    saved_tokens, scored_tokens: of the workload.
     """
 
     entry: str
-    basis: str
-    source: str
     instances: int
-    shortest: Workload
-    expected: Workload
-    longest: Workload
-    limit: Workload
+    lengths: Sequence[tuple[int, int, int]]
+    saved_tokens: int = 0
+    scored_tokens: int = 0
 
     @property
     def scenario(self) -> str:
@@ -354,12 +352,12 @@ class ScenarioPlan:
 
     @property
     def limit(self) -> Workload:
-        return joined(entry.limit for entry in self.entries)
+        return suite_workload(self.entries, math.inf)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "scenario": self.entries[0].scenario,
-            "entries": [{"entry": entry.entry, "basis": entry.basis, "source": entry.source} for entry in self.entries],
+            "entries": [entry.entry for entry in self.entries],
             "sequences": self.expected.num_sequences,
             "prompt_tokens": self.expected.prompt,
             "shared_tokens": self.expected.prompt - self.expected.computed,
@@ -404,15 +402,15 @@ class SuitePlan:
     def entries(self) -> list[EntryWorkload]:
         return [entry for scenario in self.scenarios for entry in scenario.entries]
 
-    def sample_s(self, share: float, length: str) -> float:
-        """Return the seconds of one run of a share of the sequences; length: 'shortest', 'expected' or 'longest'."""
-        return _seconds(self.made, joined(getattr(entry, length) for entry in self.entries).part(share))
+    def sample_s(self, share: float, factor: float = 1.0) -> float:
+        """Return the seconds of one run of a share of the sequences; factor: of their answers."""
+        return _seconds(self.made, suite_workload(self.entries, factor).part(share))
 
     @property
     def limit_s(self) -> float:
         """Seconds of the better way if every answer had all tokens that it may have."""
         if self.is_one_run:
-            return _seconds(self.made, joined(entry.limit for entry in self.entries))
+            return _seconds(self.made, suite_workload(self.entries, math.inf))
         return sum(_seconds(scenario.made, scenario.limit) for scenario in self.scenarios)
 
     def to_json(self) -> dict[str, Any]:
@@ -435,7 +433,7 @@ def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compa
 
     Raises `MemoryLimitError` where nothing fits.
     """
-    made = make_plan(replace(problem, workload=joined(entry.expected for entry in entries), endless=False))
+    made = make_plan(replace(problem, workload=suite_workload(entries), endless=False))
     planned = _suite_plan(made, entries)
     by_precision: dict[str, SuitePlan | None] = {}
     for name, found in search_precisions(made, None, None).items() if compare else ():
@@ -449,15 +447,15 @@ def _suite_plan(made: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
         by_scenario.setdefault(entry.scenario, []).append(entry)
     scenarios = []
     for of_scenario in by_scenario.values():
-        problem = replace(made.problem, workload=joined(entry.expected for entry in of_scenario))
+        problem = replace(made.problem, workload=suite_workload(of_scenario))
         alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC))
         scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
     return SuitePlan(scenarios, made, _expectation(made, entries))
 
 
 def _expectation(made: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
-    shortest = _seconds(made, joined(entry.shortest for entry in entries))
-    longest = _seconds(made, joined(entry.longest for entry in entries))
+    shortest = _seconds(made, suite_workload(entries, 1 / ANSWER_FACTOR))
+    longest = _seconds(made, suite_workload(entries, ANSWER_FACTOR))
     low, high = made.spread.of_time(shortest)[0], made.spread.of_time(longest)[1]
     return Expectation(made.solution.prediction.latency_s, low, high)
 
@@ -484,12 +482,12 @@ def _seconds(made: Plan, workload: Workload) -> float:
     return search(problem, AUTOMATIC).prediction.latency_s
 
 
-def joined(workloads: Iterable[Workload]) -> Workload:
-    """Return all sequences of several workloads as one."""
-    counts: Counter[tuple[int, int]] = Counter()
-    saved = scored = 0
-    for workload in workloads:
-        saved, scored = saved + workload.saved_tokens, scored + workload.scored_tokens
-        for prompt, output, count in workload.groups:
-            counts[prompt, output] += count
-    return Workload(tuple((*lengths, count) for lengths, count in sorted(counts.items())), saved, scored)
+def suite_workload(entries: Sequence[EntryWorkload], factor: float = 1.0) -> Workload:
+    """Return all sequences of entries; factor: their answers' tokens by those of the right ones."""
+    lengths = [
+        (prompt, max(1, round(min(most, factor * answer))))
+        for entry in entries
+        for prompt, answer, most in entry.lengths
+    ]
+    saved = sum(entry.saved_tokens for entry in entries)
+    return Workload.of(lengths, saved, sum(entry.scored_tokens for entry in entries))

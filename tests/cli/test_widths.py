@@ -28,11 +28,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     [
         (["models", "llama"], ["llama-4-maverick-instruct", "too large"]),
         (["plan", *PLAN, "--prompt-len", "512", "--gen-len", "32", "--num-seqs", "100"], ["memory allowed"]),
-        (["plan", *PLAN, "-c", "runs/helm_safety.conf", "-m", "10"], ["scenario", "alone", "expect"]),
         (["entries", "bbq"], ["bbq:subject=all,", "here"]),
         (["doctor"], ["offline data", "found"]),
     ],
-    ids=["models", "plan", "plan -c", "entries", "doctor"],
+    ids=["models", "plan", "entries", "doctor"],
 )
 def test_lines_fit_and_words_are_whole(
     arguments: list[str], words: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -1,25 +1,19 @@
 """Plans of suites, against plans of workloads that are written out here."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import EntryWorkload, joined, make_plan, plan_suite, planning_problem
+from flexgen_helm.planner.plan import EntryWorkload, make_plan, plan_suite, planning_problem, suite_workload
 from flexgen_helm.planner.policy import Workload
 
-
-def entry(name: str, *lengths: tuple[int, int, int], saved: int = 0) -> EntryWorkload:
-    """An entry whose shortest, expected and longest lengths, and those at the limit, are given."""
-    workloads = [Workload((group,), saved) for group in lengths]
-    return EntryWorkload(name, "assumed", "a test", 1, *workloads)
-
-
 ENTRIES = [
-    entry("mmlu:subject=a", *[(400, 1, 50)] * 4),
-    entry("mmlu:subject=b", *[(500, 1, 30)] * 4),
-    entry("gsm", (1000, 20, 40), (1000, 40, 40), (1000, 80, 40), (1000, 400, 40), saved=30_000),
+    EntryWorkload("mmlu:subject=a", 50, [(400, 1, 1)] * 50),
+    EntryWorkload("mmlu:subject=b", 30, [(500, 1, 1)] * 30),
+    EntryWorkload("gsm", 40, [(1000, 40, 400)] * 40, saved_tokens=30_000),
 ]
 
 
@@ -52,7 +46,10 @@ def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(p
 
 def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
     """Few sequences of thousands of tokens, which leave room for few at once, beside many short ones."""
-    entries = [entry("long", *[(1900, 10, 100)] * 4), entry("short", *[(100, 64, 1000)] * 4)]
+    entries = [
+        EntryWorkload("long", 100, [(1900, 10, 10)] * 100),
+        EntryWorkload("short", 1000, [(100, 64, 64)] * 1000),
+    ]
     planned = plan_suite(problem, entries, compare=True)
     assert not planned.is_one_run and planned.as_one.seconds > planned.one_by_one.seconds
     for found in (planned, *filter(None, planned.by_precision.values())):
@@ -61,8 +58,8 @@ def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
             total = getattr(found.expected, length)
             assert total <= sum(getattr(one, length) for one in alone) * (1 + 1e-9)
             assert total <= getattr(found.as_one, length)
-        assert found.limit_s == pytest.approx(found.expected.seconds), "all lengths are the same"
-    seconds = [planned.sample_s(share, "expected") for share in (0.01, 0.1, 0.5, 1.0)]
+        assert found.limit_s == pytest.approx(found.expected.seconds), "no answer may be longer"
+    seconds = [planned.sample_s(share) for share in (0.01, 0.1, 0.5, 1.0)]
     assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] == planned.as_one.seconds
 
 
@@ -75,5 +72,12 @@ def test_a_part_has_its_share_of_all_lengths():
 
 
 def test_sequences_are_added_up():
-    both = joined([Workload(((4, 2, 3), (5, 1, 1)), 6, 2), Workload(((4, 2, 10),), 30, 1)])
-    assert both == Workload(((4, 2, 13), (5, 1, 1)), 36, 3)
+    entries = [
+        EntryWorkload("a", 4, [(4, 2, 3), (4, 2, 3), (4, 2, 9), (5, 1, 1)], 6, 2),
+        EntryWorkload("b", 1, [(4, 2, 2)], 30, 1),
+    ]
+    assert suite_workload(entries) == Workload(((4, 2, 4), (5, 1, 1)), 36, 3)
+    longer = Workload(((4, 2, 1), (4, 3, 2), (4, 8, 1), (5, 1, 1)), 36, 3)
+    assert suite_workload(entries, 4.0) == longer, "as long as they may be"
+    assert suite_workload(entries, 0.1).output == 1
+    assert suite_workload(entries, math.inf).longest == 13
