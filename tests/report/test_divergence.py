@@ -53,7 +53,6 @@ def test_what_is_never_negative_has_no_negative_interval():
     scored = draw_tokens(np.random.default_rng(1), 3, 4, 0.1)
     found = divergence_between("fp16", "4bit", scored)
     assert all(0 <= of.interval[0] <= of.mean < of.interval[1] for of in (found.kl, found.logprob))
-    assert found.interval[0] < 1
 
 
 def test_a_broken_precision_has_an_infinite_perplexity():
