@@ -50,7 +50,7 @@ def test_figures_are_direct_sums():
 
 
 def test_what_is_never_negative_has_no_negative_interval():
-    scored = draw_tokens(np.random.default_rng(1), 3, 4, 0.1)
+    scored = draw_tokens(np.random.default_rng(3), 2, 3, 0.1)
     found = divergence_between("fp16", "4bit", scored)
     assert all(0 <= of.interval[0] <= of.mean < of.interval[1] for of in (found.kl, found.logprob))
 
