@@ -12,12 +12,9 @@ import typer
 from flexgen_helm.cli.console import (
     output,
     print_command,
-    print_csv,
     print_json,
     print_rows,
     print_table,
-    say,
-    write_file,
     write_json,
 )
 from flexgen_helm.cli.engine_flags import (
@@ -30,7 +27,6 @@ from flexgen_helm.cli.engine_flags import (
     UntilTime,
     complete_hardware,
     complete_model,
-    require_folder,
     to_arguments,
 )
 from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, profile_for, range_text
@@ -42,11 +38,8 @@ from flexgen_helm.planner.policy import AUTOMATIC
 if TYPE_CHECKING:
     from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
-    from flexgen_helm.planner.problem import PlanningProblem
 
 
-# Points of a frontier, from the quickest block to the best one.
-_POINTS = 12
 _COST_LABELS = {
     "products": "matrix products",
     "convert": "converting weights",
@@ -94,13 +87,6 @@ def plan(
     stages: Annotated[
         int, typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline.")
     ] = 1,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="List the best policies from the quickest to the one with most tokens/s.")
-    ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="With --frontier: draw them, too.", callback=require_folder),
-    ] = None,
     conf_paths: Annotated[
         list[Path] | None,
         typer.Option(
@@ -152,7 +138,7 @@ def plan(
     if not has_entries and any(value is not None for value in (max_eval_instances, suite, until, hours)):
         raise UsageError("-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY")
     if from_csv is not None:
-        if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, frontier, picture, has_entries)):
+        if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, has_entries)):
             raise UsageError(
                 "--from-csv says for each row what to evaluate; leave out all but --hardware, --offload-dir, --json "
                 "and --csv"
@@ -165,8 +151,8 @@ def plan(
     if has_entries:
         from flexgen_helm.cli.plan_suite import AskedSuite, print_suite
 
-        if any((*lengths, frontier, picture)):
-            raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
+        if any(lengths):
+            raise UsageError("run entries have their own lengths; leave out what is about lengths")
         if model is None:
             raise UsageError("plan needs --model; the models that the run entries name are not read")
         for flag in ("policy", "schedule", "max_latency"):
@@ -177,13 +163,10 @@ def plan(
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
-    if as_csv and not frontier:
-        raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
-    _check_search(asked.config, gen_len, frontier, picture)
+    if as_csv:
+        raise UsageError("--csv is for tables; add -c or --from-csv, or take --json")
+    _check_search(asked.config, gen_len)
     problem = problem_for(asked, prompt_len, gen_len, num_seqs)
-    if frontier:
-        _search_frontier(asked, problem, picture)
-        return
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
     policy, schedule, max_latency = asked.config.fixed_policy, asked.config.fixed_schedule, asked.config.max_latency
@@ -204,7 +187,7 @@ def plan(
         _print_plan(made, model, by_precision, command)
 
 
-def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
+def _check_search(config: EngineConfig, gen_len: int) -> None:
     """Refuse options without effect before anything is measured."""
     schedule, has_policy = config.fixed_schedule, config.fixed_policy is not None
     if schedule is not None and schedule.is_single_pass and gen_len > 1:
@@ -212,12 +195,6 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
     if schedule not in (None, *AUTOMATIC) and gen_len == 1 and not has_policy:
         names = " and ".join(sorted(map(str, AUTOMATIC)))
         raise UsageError(f"a single token is searched for with {names}; leave --schedule out")
-    if picture is not None and not frontier:
-        raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
-    given = {"--policy": has_policy, "--max-latency": config.max_latency, "--schedule": schedule}
-    for flag, value in given.items():
-        if frontier and value:
-            raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
 
 
 def _run_command(asked: Asked, made: Plan) -> list[str] | None:
@@ -323,37 +300,6 @@ def _print_seconds(made: Plan) -> None:
     seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)].map("{:,.1f}".format)
     seconds = seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
     print_rows([*seconds], seconds.to_numpy().tolist())
-
-
-def _search_frontier(asked: Asked, problem: PlanningProblem, picture: Path | None) -> None:
-    """Print the points of the frontier, and draw them."""
-    import pandas
-
-    from flexgen_helm.planner.search import frontier_points
-    from flexgen_helm.report.tables import frontier_table
-
-    points = frontier_points(problem, _POINTS)
-    precision, workload = problem.precision.name, problem.workload
-    if asked.as_json:
-        print_json({"hardware": problem.hardware.name, "precision": precision, "points": points})
-    elif asked.as_csv:
-        rows = pandas.DataFrame([{**point, **point["policy"], "--policy": point["policy_flag"]} for point in points])
-        print_csv(rows.drop(columns=["policy", "placement", "policy_flag"]))
-    else:
-        output().print(
-            f"{asked.model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
-            f"{count(round(workload.output), 'generated token')} each"
-        )
-        print_table(frontier_table(points).cells.drop(columns="point").to_dict("records"))
-        output().print(
-            "A block is the sequences that are computed at once. Weights, KV cache, and hidden states: percent on "
-            "GPU/CPU/disk."
-        )
-    if picture is not None:
-        from flexgen_helm.report.pages import frontier_page
-
-        write_file(picture, frontier_page(points, problem, asked.model).to_html())
-        say(f"the picture is in {picture}")
 
 
 def profile(

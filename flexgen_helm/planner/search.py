@@ -23,7 +23,6 @@ from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
     cache_blocks,
-    placed_fractions,
     predict,
     shrunk,
     workload_seconds,
@@ -41,7 +40,6 @@ from flexgen_helm.planner.problem import (
     Affine,
     BlockShape,
     PlanningProblem,
-    fractions_by_kind,
 )
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
@@ -65,8 +63,6 @@ _ALIKE = 0.01
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
 _SLACK = 0.25
-# The same for the points of a frontier.
-_FRONTIER_SLACK = 0.03
 _Bounds = list[tuple[float, float | None]]
 
 
@@ -408,38 +404,3 @@ def _quickest_seconds(problem: PlanningProblem, schedules: Sequence[Schedule], f
 def _smallest_block(schedules: Sequence[Schedule]) -> BlockShape:
     """Return the smallest block: one sequence, but all where only a single pass is allowed."""
     return BlockShape(1, 1, schedules[0] if all(schedule.is_single_pass for schedule in schedules) else ZIGZAG)
-
-
-def frontier_points(problem: PlanningProblem, num_points: int) -> list[dict[str, Any]]:
-    """Search policies between the quickest block of one sequence and the best throughput: the paper's trade-off curve.
-
-    Returns {latency_s of one block, tokens_per_s, policy, placement, policy_flag} by latency; each has more throughput
-    than the one before. placement: fractions as placed; policy_flag: the text of --policy.
-    Raises `MemoryLimitError` if nothing fits.
-    """
-    best = search(problem)
-    slowest = best.prediction.block_s
-    quickest = min(slowest, _quickest_seconds(problem, AUTOMATIC, None) or slowest)
-    solutions = [best]
-    # Equal steps in the logarithm, because throughput grows ever more slowly with latency.
-    for number in range(num_points - 1):
-        limit = quickest * (slowest / quickest) ** (number / (num_points - 1))
-        try:
-            solutions.append(search(problem, max_latency=limit * (1 + _FRONTIER_SLACK)))
-        except MemoryLimitError:
-            continue
-    points: list[dict[str, Any]] = []
-    for solution in sorted(solutions, key=lambda found: (found.prediction.block_s, -found.prediction.tokens_per_s)):
-        policy, prediction = solution.policy, solution.prediction
-        if not points or prediction.tokens_per_s > points[-1]["tokens_per_s"] * (1 + 1e-6):
-            block = {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
-            points.append(
-                {
-                    "latency_s": prediction.block_s,
-                    "tokens_per_s": prediction.tokens_per_s,
-                    "policy": {**block, "schedule": solution.schedule.name, **policy.fractions},
-                    "placement": fractions_by_kind(placed_fractions(problem, policy)),
-                    "policy_flag": str(policy),
-                }
-            )
-    return points

@@ -163,8 +163,10 @@ def divergence_between(
 
 
 def _spread(values: Vector, documents: NDArray[np.int64]) -> Spread:
+    """Return the spread of values that are never negative."""
     mean = _by_document(values, documents)
-    return Spread(len(values), mean.value, _interval(mean), *np.quantile(values, [0.5, 0.99, 1.0]).tolist())
+    interval = (max(0.0, ends[0]), ends[1]) if (ends := _interval(mean)) else None
+    return Spread(len(values), mean.value, interval, *np.quantile(values, [0.5, 0.99, 1.0]).tolist())
 
 
 def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from flexgen_helm.files import count, size
@@ -21,7 +20,7 @@ from flexgen_helm.report.verdicts import advice
 from flexgen_helm.terminal import fill
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.problem import PlanningProblem
+    pass
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for; the design of tables says so.
@@ -63,25 +62,12 @@ _DIVERGENCE_NOTE = (
 
 
 @dataclass(frozen=True)
-class Plot:
-    """A line through points on logarithmic axes, in percent of the plot's area; ticks: position and label."""
-
-    label: str
-    x_title: str
-    y_title: str
-    points: Sequence[tuple[float, float, str]]
-    x_ticks: Sequence[tuple[float, str]]
-    y_ticks: Sequence[tuple[float, str]]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a page; notes: sentences without their full stops."""
 
     title: str
     tables: Sequence[Table]
     notes: Sequence[str] = ()
-    plot: Plot | None = None
 
 
 @dataclass(frozen=True)
@@ -241,45 +227,6 @@ def _next_steps(model: ModelComparison) -> list[str]:
     return steps if steps or open_ones else [f"stay with {model.baseline}"]
 
 
-def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
-    """Build the page of `flexgen-helm plan --frontier --picture`; points: from `planner.search.frontier_points`."""
-    workload, hardware = problem.workload, problem.hardware
-    limits = {tier: problem.usable(tier) for tier in ("gpu", "cpu", "disk")}
-    facts = {
-        "machine": hardware.name,
-        "limits": _limits_text({tier: [limit] for tier, limit in limits.items()}),
-        "precision": problem.precision.name,
-        "model": f"{model}: {count(problem.config.num_layers, 'layer')}, {size(problem.stored_bytes)} of weights",
-        "work": ("" if problem.endless else f"{workload.num_sequences:,} ")
-        + f"prompts of {workload.prompt:.0f} tokens, {workload.output:.0f} tokens generated for each",
-    }
-    seconds, rates = ([float(point[key]) for point in points] for key in ("latency_s", "tokens_per_s"))
-    (x_ticks, xs), (y_ticks, ys) = _log_axis(seconds), _log_axis(rates)
-    labels: list[str] = []
-    last = (-100.0, -100.0)
-    for number, at in enumerate(zip(xs, ys), 1):
-        # Labels that would overlap are left out; the table has all points.
-        far = math.dist(at, last) >= 8
-        labels.append(str(number) if far else "")
-        last = at if far else last
-    plot = Plot(
-        f"Throughput rises from {rates[0]:,.3g} to {rates[-1]:,.3g} tokens/s as a block's latency rises from "
-        f"{seconds[0]:,.3g} to {seconds[-1]:,.3g} seconds",
-        "latency of a block, seconds (log scale)",
-        "generated tokens/s (log scale)",
-        list(zip(xs, ys, labels)),
-        x_ticks,
-        y_ticks,
-    )
-    notes = (
-        "Each point is the policy with the most throughput that the latency allows",
-        "A block is the sequences that are computed at once; weights, KV cache and hidden states are the percentages "
-        "on GPU/CPU/disk",
-    )
-    section = Section("Throughput over latency", [tables.frontier_table(points)], notes, plot)
-    return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)
-
-
 def _of_model(runs: Sequence[RunScores]) -> str:
     models = {run.typed_model for run in runs}
     return f" of {models.pop()}" if len(models) == 1 else ""
@@ -380,24 +327,3 @@ def _shortened(text: str) -> str:
         return text
     head, tail = text[: _MAX_CHARACTERS // 4], text[-3 * _MAX_CHARACTERS // 4 :]
     return f"{head}\n[… {len(text) - len(head) - len(tail):,} characters …]\n{tail}"
-
-
-def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[float]]:
-    """Return at most five ticks, and the positions of `values`, in percent of a logarithmic axis."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    margin = max(0.05, 0.08 * (high - low))
-    low, high = low - margin, high + margin
-
-    def position(value: float) -> float:
-        return 100 * (math.log10(value) - low) / (high - low)
-
-    decades = range(math.floor(low), math.ceil(high) + 1)
-    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
-        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-        ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-        if len(ticks) <= 5:
-            break
-    if len(ticks) < 2:
-        ticks = sorted({min(values), max(values)})
-    ticks = ticks[:: math.ceil(len(ticks) / 5)]
-    return [(position(tick), f"{tick:,.4g}") for tick in ticks], list(map(position, values))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.files import count, duration, rate_text, size, spelled_duration
+from flexgen_helm.files import count, duration, size
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
@@ -257,32 +257,6 @@ def _scale_of(label: str) -> str:
     if label.startswith(("peak", "limit")):
         return "disk held" if label.endswith("disk") else "held"
     return "moved" if ":" in label else "time"
-
-
-# --- The frontier of a plan ---
-
-
-def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row per point of `planner.search.frontier_points`, numbered as in the plot."""
-
-    def row(number: int, point: Mapping[str, Any]) -> dict[str, str]:
-        weights, cache, hidden = (
-            "/".join(f"{100 * share:.0f}" for share in shares.values()) for shares in point["placement"].values()
-        )
-        sequences = point["policy"]["gpu_batch_size"] * point["policy"]["num_gpu_batches"]
-        return {
-            "point": str(number),
-            "a block takes": spelled_duration(point["latency_s"]),
-            "at once": f"{sequences:,}",
-            "tokens/s": rate_text(point["tokens_per_s"]),
-            "weights": weights,
-            "KV cache": cache,
-            "hidden": hidden,
-            "--schedule": point["policy"]["schedule"],
-            "--policy": point["policy_flag"],
-        }
-
-    return Table(pd.DataFrame(row(number, point) for number, point in enumerate(points, 1)))
 
 
 # --- Text ---

@@ -151,7 +151,8 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
     seen = f"lost {flips.lost:,} and won {flips.won:,}" if flips else f"changed {comparison.change:+.4g}"
     if comparison.kind == "ratio":
         seen = f"×{comparison.change:.4f}"
-    return f"too few {units} to tell: {seen} {'of' if flips else 'in'} {count:,}; about {_rounded_up(verdict.needed):,} can show equivalence"
+    seen += f" {'of' if flips else 'in'} {count:,}"
+    return f"too few {units} to tell: {seen}; about {_rounded_up(verdict.needed):,} can show equivalence"
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:

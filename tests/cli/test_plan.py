@@ -120,12 +120,6 @@ def test_tables_are_printed_as_csv_too(tmp_path):
     for row, expected in zip(rows, json.loads(as_json)["rows"], strict=True):
         assert float(row["predicted_tokens_per_s"]) == expected["predicted_tokens_per_s"]
         assert row["feasible"] == str(expected["feasible"]) and row["model"] == expected["model"]
-    few = ("--num-seqs", "40")
-    points = plan("--model", "opt-30b", *LENGTHS, *few, "--hardware", "t4", "--frontier", "--csv").stdout
-    assert points.startswith("latency_s,tokens_per_s,gpu_batch_size") and len(points.splitlines()) > 4
-    one = ("--model", "opt-125m", "--prompt-len", "16", "--gen-len", "8", "--num-seqs", "1", "--hardware", "t4")
-    picture = tmp_path / "one.html"
-    assert "--schedule" in plan(*one, "--frontier", "--picture", str(picture)).stdout and picture.is_file()
 
 
 def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
@@ -184,10 +178,7 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
         (("--model", "opt-30b", *LENGTHS, "--schedule", "prefill-only"), "take --schedule zigzag"),
         (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "row"), "leave --schedule out"),
         (("--model", "opt-30b", *LENGTHS, "--offload-dir", "/tmp"), "leave one of them out"),
-        (("--model", "opt-30b", *LENGTHS, "--picture", "f.html"), "add --frontier"),
-        (("--model", "opt-30b", *LENGTHS, "--frontier", "--picture", "/absent/f.html"), "there is no folder /absent"),
-        (("--model", "opt-30b", *LENGTHS, "--frontier", "--max-latency", "20"), "leave --max-latency out"),
-        (("--model", "opt-30b", *LENGTHS, "--csv"), "add --frontier or --from-csv"),
+        (("--model", "opt-30b", *LENGTHS, "--csv"), "add -c or --from-csv"),
         (("--from-csv", "absent.csv"), "cannot be read"),
         (("-r", "mmlu:subject=anatomy", "--model", "opt-30b", "--gen-len", "0"), "have their own lengths"),
         (("--from-csv", "absent.csv", "--precision", "4bit"), "leave out all but --hardware, --offload-dir, "),

@@ -50,12 +50,6 @@ for (const e of document.body.querySelectorAll('*')) {
   const before = getComputedStyle(e, '::before');
   if (!['none', 'normal', '""'].includes(before.content)) check(e, before);
 }
-const labels = [...document.querySelectorAll('.area span')].filter(e => e.textContent);
-const texts = labels.map(e => [e, e.getBoundingClientRect()]);
-texts.forEach(([e, a], i) => texts.slice(i + 1).forEach(([f, b]) => {
-  if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
-    problems.push(`labels overlap: ${name(e)} and ${name(f)}`);
-}));
 return problems;
 """
 

@@ -12,9 +12,8 @@ from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import PREFILL_ONLY, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.search import frontier_points, search
+from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import leaving_room, place_weights
-from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
@@ -194,15 +193,3 @@ def test_a_plan_says_why_and_what_would_help():
         and "Does not fit: needs" in refused.why
         and not refused.to_json()["feasible"]
     )
-
-
-def test_a_frontier_rises_and_can_be_drawn():
-    problem = small(64, 150, endless=True)
-    found = frontier_points(problem, 3)
-    assert len(found) >= 2
-    assert [p["latency_s"] for p in found] == sorted(p["latency_s"] for p in found)
-    assert [p["tokens_per_s"] for p in found] == sorted(p["tokens_per_s"] for p in found)
-    best = search(problem).prediction.tokens_per_s
-    assert found[-1]["tokens_per_s"] == pytest.approx(best)
-    html = frontier_page(found, problem, "opt-30b").to_html()
-    assert "latency of a block" in html and html.count('class="point"') == len(found)

@@ -49,6 +49,12 @@ def test_figures_are_direct_sums():
         assert interval[0] < value < interval[1]
 
 
+def test_what_is_never_negative_has_no_negative_interval():
+    scored = draw_tokens(np.random.default_rng(3), 2, 3, 0.1)
+    found = divergence_between("fp16", "4bit", scored)
+    assert all(0 <= of.interval[0] <= of.mean < of.interval[1] for of in (found.kl, found.logprob))
+
+
 def test_a_broken_precision_has_an_infinite_perplexity():
     ones = np.ones(4)
     scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones, 0 * ones)

@@ -7,13 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexgen_helm.planner.search import frontier_points
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
-from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page
+from flexgen_helm.report.pages import comparison_page, suite_page
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, browser
-from tests.helpers.planning_problems import small
 from tests.helpers.suites import accuracies, write_mmlu, write_run, write_totals
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -67,13 +65,10 @@ def suite(tmp_path_factory):
     across = comparison_page(compare_suite(folder, f"{name}-4bit"), folder.name)
     (folder / "models.html").write_text(across.to_html(folder), encoding="utf-8")
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
-    problem = small(64, 150, endless=True)
-    frontier = frontier_page(frontier_points(problem, 4), problem, "opt-30b")
-    (folder / "frontier.html").write_text(frontier.to_html(), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models", "frontier"])
+@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "models"])
 def test_a_page_is_readable(window, suite, name):
     window.open(suite / f"{name}.html")
     found = {}
@@ -112,12 +107,10 @@ def test_an_interval_has_an_axis_with_its_ends_and_middle(window, suite):
         (lambda html: html.replace("</h1>", '</h1><p style="position:absolute;left:-9px">left</p>'), "outside: <P"),
         (lambda html: html.replace("--text: #1f2328", "--text: #999"), "contrast 2.8"),
         (lambda html: html.replace("--muted: #57606a", "--muted: #aab"), "contrast"),
-        (lambda html: html.replace("</style>", ".label { left: 0 !important; bottom: 0 !important; }</style>"),
-         "labels overlap"),
     ],
 )  # fmt: skip
 def test_a_damaged_page_is_noticed(window, suite, tmp_path, damage, problem):
-    html = (suite / "frontier.html").read_text(encoding="utf-8")
+    html = (suite / "flexgen_report.html").read_text(encoding="utf-8")
     damaged = damage(html)
     assert damaged != html
     (tmp_path / "page.html").write_text(damaged, encoding="utf-8")
