@@ -30,7 +30,7 @@ def costs(model: ModelComparison) -> dict[str, Cost]:
     if model.kind == "model" or model.baseline not in PRECISIONS:
         return {}
     # A cache that is not quantized has the compute type.
-    plain = 4 if any(run.run.get("hardware", {}).get("compute_dtype") == "float32" for run in model.runs) else 2
+    plain = 4 if any((run.run.get("hardware") or {}).get("compute_dtype") == "float32" for run in model.runs) else 2
     found = {}
     for speed in model.speeds:
         name, rate = speed["precision"], speed["tokens_per_s"]
