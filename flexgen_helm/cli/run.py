@@ -191,6 +191,11 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
             f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and nothing was computed. "
             f"The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of each run."
         )
+        for folder in outcome.finished[:1]:
+            suite = folder.parent.relative_to(output / "runs")
+            words = ["plan", "-c", "FILE", "--model", "MODEL", "--suite", str(suite)]
+            words += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
+            say(f"How long they take:\n  {shlex.join(['flexgen-helm', *words])}")
         return
     finished = []
     for folder in outcome.finished:
