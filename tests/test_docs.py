@@ -162,7 +162,11 @@ def test_plans_that_the_docs_show_are_made(line, checkout, capsys):
 
     words = shlex.split(line, comments=True)[1:]
     words += [] if "--hardware" in words else ["--hardware", "laptop"]
-    assert main(words) == 0, capsys.readouterr().err
+    code, said = main(words), capsys.readouterr().err
+    if "--suite" in words:  # whose prompts are not here; the suite's own tests plan with some
+        assert code == 2 and "make its prompts with `flexgen-helm run --dry-run -c " in said
+    else:
+        assert code == 0, said
 
 
 def test_arguments_that_the_docs_show_are_taken(checkout):

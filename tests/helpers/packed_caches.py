@@ -8,7 +8,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 FORMATS = {
     "paper": CacheFormat(GroupFormat(4, 64, "in"), GroupFormat(4, 64, "in"), 1),
     "channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5),
-    "both": CacheFormat(GroupFormat(4, 8, "out"), GroupFormat(8, 16, "out"), 20),
+    "both": CacheFormat(GroupFormat(4, 8, "out"), GroupFormat(4, 16, "out"), 20),
     "sparse": CacheFormat(None, None, 4, value_share=0.2),
     "sparse channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5, value_share=0.3),
 }
