@@ -37,7 +37,7 @@ from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import EXPERT_COPIES, UNLIMITED, Tier
+from flexgen_helm.planner.placement import UNLIMITED, Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import TopLogprobs
 from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
@@ -465,13 +465,14 @@ class Executor:
     def _layer_batches(self, layer: int, left: deque[WorkItem], current: _Pass) -> abc.Iterator[LayerBatch]:
         """Take items from the left as long as there is room for their batches to wait for a layer's experts."""
         decoder, first, room = self._decoder, left[0], float(self.expert_tokens)
+        copies = decoder.config.waiting_copies
         # The longest is workspace, but is stored while others still wait.
         spared = max(left, key=lambda item: current.batches[item.batch].num_tokens)
         while left:
             item, tokens = left[0], current.batches[left[0].batch].num_tokens
-            num_bytes, at_rest = tokens * self._hidden_bytes, tokens / EXPERT_COPIES
+            num_bytes, at_rest = tokens * self._hidden_bytes, tokens / copies
             if item is not spared:  # it leaves its rest only within the layer
-                fits = tokens + at_rest <= room and self._activations.wait(item.batch, EXPERT_COPIES * num_bytes)
+                fits = tokens + at_rest <= room and self._activations.wait(item.batch, copies * num_bytes)
                 if not fits and item is not first:
                     return
                 spared = spared if fits else item
@@ -480,9 +481,8 @@ class Executor:
             if item is spared and (left or item is not first):
                 self._activations.wait(item.batch, num_bytes)
             attend = LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
-            hidden, state.hidden = state.hidden, None
-            assert hidden is not None
-            yield LayerBatch(hidden, state.rotary, attend)
+            batch, state.hidden = LayerBatch(state.hidden, state.rotary, attend), None
+            yield batch
 
     def _end(self, item: WorkItem, current: _Pass, hidden: Tensor) -> None:
         """Keep the hidden states behind a stage: where they are if the batch goes on, else with the others."""

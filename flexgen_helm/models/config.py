@@ -186,6 +186,14 @@ class ModelConfig(Identified, ABC):
             layers_after=self.layers_after + self.num_layers - layers.stop,
         )
 
+    @property
+    def waiting_copies(self) -> int:
+        """Hidden states of a token that waits in a layer for the experts of all tokens of its pass.
+
+        Before the layer, behind its attention, what experts are given, and the sum of their results.
+        """
+        return 4
+
     @cached_property
     def state_size(self) -> int:
         """Elements of a token between two layers."""

@@ -8,10 +8,10 @@ heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,16 +59,23 @@ class Attend(Protocol):
         ...
 
 
-class LayerBatch(NamedTuple):
+@dataclass(eq=False)
+class LayerBatch:
     """What a layer is given of a batch.
 
-    hidden: [T, H].
+    hidden: [T, H]; None once the layer has taken them.
     rotary: what `rotary` of the decoder returned for its positions.
     """
 
-    hidden: Tensor
+    hidden: Tensor | None
     rotary: Any
     attend: Attend
+
+    def take_hidden(self) -> Tensor:
+        """Return the hidden states, which nobody else keeps: the batch may wait in its mixture."""
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        return hidden
 
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
@@ -206,31 +213,30 @@ class Decoder:
 
         A layer with experts asks for all batches before it yields the first, and wants each expert once.
         """
-        runs = (partial(self._layer, weights, layer, *batch) for batch in batches)
+        runs = (partial(self._layer, weights, layer, batch) for batch in batches)
         if self.config.moe(layer) is None:
             return (run() for run in runs)
         return run_together(runs, weights.use_experts)
 
-    def _layer(
-        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
-    ) -> Tensor:
+    def _layer(self, weights: StageWeights, layer: int, batch: LayerBatch) -> Tensor:
         residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
+        norm = partial(self._norm, weights, "mlp_norm") if residual.input_norm else Tensor.contiguous
 
-        def mlp(x: Tensor) -> Tensor:
-            return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
+        def mlp(hidden: Tensor) -> Tensor:
+            if moe is None:
+                return self._mlp(weights, "mlp", norm(hidden))
+            return wait_for_experts(self._route(weights, moe, hidden, norm))
 
         # Nothing that is needed no more is kept under a name, because a batch may wait in its mixture.
+        hidden = batch.take_hidden()
+        attention = partial(self._attention, weights, layer, batch)
         if residual.parallel:
-            x = layer_rows.add(self._attention(weights, layer, hidden, rotary, attend), hidden)
-            return layer_rows.add(x, mlp(self._norm(weights, "mlp_norm", hidden)))
-        hidden = self._add(weights, "attn", self._attention(weights, layer, hidden, rotary, attend), hidden)
-        return self._add(
-            weights, "mlp", mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden), hidden
-        )
+            x = layer_rows.add(attention(hidden), hidden)
+            return layer_rows.add(x, mlp(hidden))
+        hidden = self._add(weights, "attn", attention(hidden), hidden)
+        return self._add(weights, "mlp", mlp(hidden), hidden)
 
-    def _attention(
-        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], attend: Attend
-    ) -> Tensor:
+    def _attention(self, weights: StageWeights, layer: int, batch: LayerBatch, hidden: Tensor) -> Tensor:
         config, rope = self.config, self.config.layer_rope(layer)
         x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
@@ -240,8 +246,9 @@ class Decoder:
         elif config.qk_norm:
             q, k = self._norm(weights, "attn.q_norm", q), self._norm(weights, "attn.k_norm", k)
         if rope is not None:
-            q, k = layer_rows.rotate(q, *rotary[rope]), layer_rows.rotate(k, *rotary[rope])
-        return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
+            rotary = batch.rotary[rope]
+            q, k = layer_rows.rotate(q, *rotary), layer_rows.rotate(k, *rotary)
+        return weights.linear("attn.o", batch.attend(q, k, v).reshape(-1, config.q_size))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
@@ -274,22 +281,21 @@ class Decoder:
             inner = self._activation(up) if inner is None else inner
         return weights.linear(f"{name}.down", inner)
 
-    def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
-        """Each token x [T, H] through the experts of its K largest router probabilities."""
+    def _route(
+        self, weights: StageWeights, moe: MoEConfig, hidden: Tensor, norm: Callable[[Tensor], Tensor]
+    ) -> RoutedTokens:
+        """Each token of norm(hidden) [T, H] goes through the experts of its K largest router probabilities."""
 
-        return wait_for_experts(self._route(weights, moe, x))
-
-    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> RoutedTokens:
         def experts(sizes: ExpertSizes, _: Tensor | int, x: Tensor) -> Tensor:
             if len(sizes) > 1:
                 return self._mlp(_OfExperts(weights, sizes), "mlp.experts.{}", x)
             return self._mlp(weights, f"mlp.experts.{next(iter(sizes))}", x)
 
-        probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
+        probabilities = torch.softmax(weights.linear("mlp.router", norm(hidden)).float(), dim=-1)  # [T, E]
         expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        return RoutedTokens(x, selected, expert_weights, moe.count, experts, weights.holds_experts)
+        return RoutedTokens(hidden, selected, expert_weights, moe.count, experts, weights.holds_experts, given=norm)
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         config, weight = self.config, weights.vector(f"{name}.weight")

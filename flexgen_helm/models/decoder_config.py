@@ -191,6 +191,10 @@ class DecoderConfig(
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
     @property
+    def waiting_copies(self) -> int:
+        return 2 + RESIDUALS[self.residual].parallel  # `Decoder` keeps those behind attention, and the sum
+
+    @property
     def learned_positions(self) -> bool:
         return self.rope is None and not self.alibi
 

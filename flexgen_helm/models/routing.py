@@ -35,7 +35,7 @@ _EXPERT_ROWS = 4096
 class RoutedTokens:
     """Tokens of a batch on their way through the experts of a layer.
 
-    x: [T, H].
+    x: [T, H], of which `given` makes what experts are given, row by row: so that is not kept while batches wait.
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
@@ -52,10 +52,12 @@ class RoutedTokens:
     experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
+    given: Callable[[Tensor], Tensor] = Tensor.contiguous
 
     def products(self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor) -> Tensor:
         """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
         stop_point()
+        x = self.given(x)
         if self.weighs_input:
             return self.experts(sizes, numbers, x.mul_(shares))
         return self.experts(sizes, numbers, x).mul_(shares)
@@ -126,8 +128,8 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     out = [torch.zeros_like(batch.x) for batch in batches]
     for number in used:
         for rows, parts in _tiles(bounds[number * count : (number + 1) * count + 1]):
-            given = [batches[index].x.index_select(0, tokens[part]) for index, part in parts]
-            x = given[0] if len(given) == 1 else torch.cat(given)
+            gathered = [batches[index].x.index_select(0, tokens[part]) for index, part in parts]
+            x = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
             y = first.products({number: len(x)}, number, x, shares[rows])
             for index, part in parts:
                 out[index].index_add_(0, tokens[part], y[part.start - rows.start : part.stop - rows.start])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import EXPERT_COPIES, MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
+from flexgen_helm.planner.placement import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
@@ -434,7 +434,7 @@ def _stored_memory(
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
         hidden = waiting[tier] * token_bytes
-        together = EXPERT_COPIES * gathered * token_bytes if tier == problem.compute_tier else 0.0
+        together = config.waiting_copies * gathered * token_bytes if tier == problem.compute_tier else 0.0
         stored = affine(together, {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

@@ -221,9 +221,6 @@ MAX_PENDING_STORE_BYTES = 64 << 20
 # Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and their buffer, and
 # fetches and theirs.
 MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
-# Copies of a token's hidden state on the compute tier while it waits in a layer for the experts of all tokens of its
-# pass: before the layer, behind its attention, what experts are given, and the sum of their results.
-EXPERT_COPIES = 4
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.

@@ -14,7 +14,6 @@ from flexgen_helm.planner.placement import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
-    EXPERT_COPIES,
     EXPERTS_SHARE,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
@@ -162,7 +161,9 @@ class RunMemory:
             return PASS_TOKENS
         shares = self.placement.activations.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        together = STREAMED_BATCH_TOKENS // 2 + self.expert_tokens  # the first batch may be half full
+        # The first batch is workspace but for its copy at rest, and may be half full; the last leaves its rest late.
+        beside = 1 - 2 / self.placement.model.config.waiting_copies
+        together = self.expert_tokens + int(STREAMED_BATCH_TOKENS / 2 * beside)
         tokens = min(int(pass_bytes / self.hidden_bytes), together)
         if together < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
             tokens = max(tokens // 2, tokens - max_sequences)
@@ -179,7 +180,8 @@ class RunMemory:
         copies = self.placement.activations
         if not self._has_experts:
             return copies
-        return {**copies, self._compute_tier: EXPERT_COPIES + self.schedule.is_single_pass}  # and one at rest
+        waiting = self.placement.model.config.waiting_copies
+        return {**copies, self._compute_tier: waiting + self.schedule.is_single_pass}  # and one at rest
 
     @cached_property
     def expert_tokens(self) -> int:
@@ -293,8 +295,8 @@ class RunPlan:
     cache, activations: fractions of the KV cache and of the hidden states by tier.
     limits: what a pass may hold.
     cache_room: bytes of each tier that cache blocks may take.
-    expert_tokens: that may wait for a layer's experts beside the first batch, each with `EXPERT_COPIES` hidden states
-        on the compute tier; `UNLIMITED` where no experts are offloaded from it.
+    expert_tokens: that may wait for a layer's experts beside the first batch, each with its
+        `ModelConfig.waiting_copies` on the compute tier; `UNLIMITED` where no experts are offloaded from it.
     """
 
     compute_tier: Tier
@@ -341,7 +343,7 @@ class RunPlan:
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)
         parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))
-        in_pass = min(STREAMED_BATCH_TOKENS // 2 + self.expert_tokens, self.limits.pass_tokens)
+        in_pass = self.expert_tokens if self.schedule.is_single_pass else self.limits.pass_tokens
         if self.expert_tokens < UNLIMITED and (passes := -(-prompt_tokens * block // (num_sequences * in_pass))) > 1:
             parts.append(f"its prompts in {passes:,} readings of the experts")
         return ", ".join([*parts, f"schedule {self.schedule}"])

@@ -57,12 +57,15 @@ _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 25
 # Divisions of a block's prompts into passes that are tried, each twice as many as the one before; and batches of blocks
 # whose experts are streamed, which have their rows of the pass.
 _DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
-# Share of a block's time by which blocks are alike for the rates of a machine, which are less well known.
+# Share of the time by which blocks are alike: rates of a machine are less well known.
 _ALIKE = 0.01
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
 _SLACK = 0.25
+# What brings bytes to where is computed. Of blocks that are alike the one is taken that reads least: a processor and a
+# disk that are shared with others hide less than planned.
+_READS = ("disk_read", "to_gpu")
 _Bounds = list[tuple[float, float | None]]
 
 
@@ -110,15 +113,26 @@ def search(
         raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
     best = solutions[0]
     if not problem.places_experts:  # of equals, one pass for all shares most, and small blocks end first
-        best = max(
-            solutions,
+        fastest = max(found.prediction.tokens_per_s for found in solutions)
+        best = min(
+            (found for found in solutions if found.prediction.tokens_per_s >= fastest * (1 - _ALIKE)),
             key=lambda found: (
-                _rank(found.prediction.tokens_per_s), found.schedule.is_single_pass, -found.policy.block_size
+                _rank(_workload_reads(problem, found)),
+                -_rank(found.prediction.tokens_per_s),
+                not found.schedule.is_single_pass,
+                found.policy.block_size,
             ),
-        )  # fmt: skip
+        )
     policy = as_placed(problem, best.policy)
     placed = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
     return best if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible else placed
+
+
+def _workload_reads(problem: PlanningProblem, found: Solution) -> float:
+    """Return the seconds of reading, hidden or not, for the workload, or for each sequence of an endless one."""
+    block_s = sum(phase[name] for phase in found.prediction.seconds.values() for name in _READS)
+    block = found.policy.block_size
+    return block_s / block if problem.endless else block_s * -(-problem.workload.num_sequences // block)
 
 
 def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
@@ -144,15 +158,21 @@ def _candidates(
                 total_s = workload_seconds(problem, costs, candidate.fractions)
                 candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
             solved.append(candidate)
-    solved.sort(
-        key=lambda found: (
-            _rank(found.seconds_per_sequence), found.costs.shape.num_sequences, found.costs.shape.num_gpu_batches
-        )
-    )  # fmt: skip
-    if problem.places_experts and solved:
-        alike = solved[0].seconds_per_sequence * (1 + _ALIKE)
-        solved.sort(key=lambda found: (max(alike, found.seconds_per_sequence), found.fractions[WEIGHTS["disk"]]))
-    return solved
+    alike = (1 + _ALIKE) * min((found.seconds_per_sequence for found in solved), default=0.0)
+
+    def preference(found: Candidate) -> tuple[float, ...]:
+        shape, seconds = found.costs.shape, found.seconds_per_sequence
+        read = found.fractions[WEIGHTS["disk"]] if problem.places_experts else _sequence_reads(found)
+        return max(alike, seconds), _rank(read), _rank(seconds), shape.num_sequences, shape.num_gpu_batches
+
+    return sorted(solved, key=preference)
+
+
+def _sequence_reads(found: Candidate) -> float:
+    """Return the seconds of reading, hidden or not, for each sequence of a block."""
+    costs = found.costs
+    forms = (costs.prefill[name] + costs.decode_passes * costs.decode[name] for name in _READS)
+    return float(sum(forms) @ found.fractions) / costs.sequences
 
 
 def _rank(value: float) -> float:

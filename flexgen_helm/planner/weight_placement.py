@@ -21,7 +21,7 @@ from typing import Literal
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.config import ModelConfig, expert_of
 from flexgen_helm.planner.placement import (
     COPIES_SHARE,
     TIERS,
@@ -48,6 +48,8 @@ _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 _HOST_WEIGHTS_SHARE = 0.5
 # Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a few examples.
 _LEAST_POSITIONS = 512
+# Share of the experts below which none stays on the compute tier.
+_FEW_EXPERTS = 0.1
 
 
 @dataclass(frozen=True)
@@ -152,15 +154,20 @@ def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
 def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Policy:
     """Return a searched policy with so few weights on the compute tier that a sequence can run beside them.
 
-    A search has room for the requests that it assumes, in sizes that whole matrices exceed.
+    A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few experts give way,
+    too: they save less of a reading than the hidden states that have their memory.
     """
     staging, total = staging_sizes(model, machine.compute_limit), sum(model.matrices.values())
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
     has_gpu = machine.has_gpu
     while share := policy.wg if has_gpu else policy.wc:
         placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", has_gpu))
-        taken = sum(size for name, size in model.matrices.items() if placed[name] == machine.compute_tier)
+        near = [name for name in model.matrices if placed[name] == machine.compute_tier]
+        taken = sum(model.matrices[name] for name in near)
         excess = taken + beside - machine.compute_limit
+        experts = sum(model.matrices[name] for name in near if expert_of(name))
+        if experts < _FEW_EXPERTS * sum(with_experts for _, with_experts in model.stages.values()):
+            excess = max(excess, experts)
         if taken in (0, total) or excess <= 0:
             break
         less = min(share, max(0.001, excess / total))

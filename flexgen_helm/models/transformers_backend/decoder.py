@@ -118,12 +118,13 @@ class TransformersDecoder:
         layer += self.config.layers_before
         kind = self._modules.kind(layer)
         with self._stage(weights, self._inside[layer]), self._model.bound(None, None):
-            runs = (partial(self._layer, kind, layer, *batch) for batch in batches)
+            runs = (partial(self._layer, kind, layer, batch) for batch in batches)
             yield from run_together(runs, weights.use_experts) if kind.num_experts else (run() for run in runs)
 
-    def _layer(self, kind: LayerKind, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
-        arguments = self._state.arguments(hidden, layer, rotary[layer])
-        self._bind(kind, attend)
+    def _layer(self, kind: LayerKind, layer: int, batch: LayerBatch) -> Tensor:
+        hidden = batch.take_hidden()
+        arguments = self._state.arguments(hidden, layer, batch.rotary[layer])
+        self._bind(kind, batch.attend)
         with self._functions:
             out = self._model.layer(layer, self._state.hidden(hidden), arguments)
             return self._state.after(hidden, layer, out, arguments)
