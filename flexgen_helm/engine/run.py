@@ -14,7 +14,7 @@ from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.request import GenerationResult, Progress
+from flexgen_helm.request import DrawnToken, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items
@@ -30,6 +30,7 @@ from flexgen_helm.scheduling.sequence import (
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 
 OnResult = Callable[[int, GenerationResult], None]
+OnDrawn = Callable[[int, int, int, DrawnToken], None]
 # Seconds between two reports of progress in the middle of a batch.
 _REPORT_EVERY_S = 0.1
 
@@ -38,11 +39,15 @@ class ResultCollector:
     """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
 
     def __init__(
-        self, num_requests: int, on_result: OnResult | None, progress: Callable[[Progress], None] | None
+        self,
+        num_requests: int,
+        on_result: OnResult | None,
+        progress: Callable[[Progress], None] | None,
+        on_drawn: OnDrawn | None = None,
     ) -> None:
         self._results: list[GenerationResult | None] = [None] * num_requests
-        self._on_result, self._progress = on_result, progress
-        self._began = time.perf_counter()
+        self._on_result, self._progress, self._on_drawn = on_result, progress, on_drawn
+        self.began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
@@ -53,6 +58,12 @@ class ResultCollector:
         self._num_finished += 1
         if self._on_result is not None:
             self._on_result(index, result)
+
+    def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
+        """Report a token of a request that has not ended."""
+        if self._on_drawn is not None:
+            for index in request.indices:
+                self._on_drawn(index, completion, step, drawn)
 
     def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests."""
@@ -70,7 +81,7 @@ class ResultCollector:
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
         done = self._num_finished, len(self._results)
-        self._progress(Progress(tokens, round(total), *done, now - self._began, {}, *self.at))
+        self._progress(Progress(tokens, round(total), *done, now - self.began, {}, *self.at))
 
 
 class Run:
@@ -146,7 +157,7 @@ class Run:
         computed = []
         for request in requests:
             scores = request.request.echo_logprobs and len(request.tokens) > 1
-            if request.request.max_tokens or scores:
+            if request.unfinished or scores:
                 computed.append(request)
             else:
                 self._finish(request)
@@ -211,7 +222,7 @@ class Run:
                 self._finish(request)
                 continue
             waiting += prompts
-            self.saved_tokens += (request.num_completions - len(prompts)) * len(request.tokens)
+            self.saved_tokens += (max(1, len(request.unfinished)) - len(prompts)) * len(request.tokens)
             num_readers += len(prompts)
         return num_readers
 
@@ -343,12 +354,15 @@ class Run:
         for offset, drawn in enumerate(output.drawn):
             index = sequence.first_completion + offset
             completion = request.completions[index]
+            step = completion.num_drawn
             self._lengths.count_token(request.length_group)
             if not completion.push(drawn, self._executor.model.eos_ids):
                 alive.append((index, drawn.token))
                 request.error = request.error or token_refusal([drawn.token], self._config)
             elif completion.finish_reason != "length":
                 self._lengths.count_end(request.length_group)
+            if request.error is None:
+                self._answers.note(request, index, step, drawn)
         if sequence.is_shared:
             self._branch(sequence, alive)
         elif alive:
