@@ -223,6 +223,7 @@ class Progress:
     num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this process.
     read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if none are there.
     read_bytes_s: of the disk, over the last seconds.
+    stop_s: seconds of computing that a stop now would cost at most; 0 where no tokens are kept.
     """
 
     done_tokens: float
@@ -237,6 +238,7 @@ class Progress:
     read_bytes: int = 0
     pass_bytes: int = 0
     read_bytes_s: float = 0.0
+    stop_s: float = 0.0
 
     @property
     def is_finished(self) -> bool:

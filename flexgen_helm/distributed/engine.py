@@ -202,7 +202,9 @@ class ClusterRun:
             memory.update(progress.memory_bytes)
         num_answered = sum(result is not None for result in self.results)
         elapsed_s = time.monotonic() - self._began
-        return Progress(done, round(max(total, done)), num_answered, len(self.results), elapsed_s, memory)
+        stop_s = max((progress.stop_s for progress in running), default=0.0)
+        done_requests = num_answered, len(self.results)
+        return Progress(done, round(max(total, done)), *done_requests, elapsed_s, memory, stop_s=stop_s)
 
     def record(self, load_s: float) -> dict[str, Any]:
         """Return the run's record: sums and peaks over workers; plan and hardware are those of the first.

@@ -328,8 +328,9 @@ class Engine:
         costs = [result.cost for result in results]
         for request in distinct:  # earlier runs have drawn these
             for index in request.indices if request.num_resumed else ():
-                num_drawn = costs[index].output_tokens - request.num_resumed
-                costs[index] = replace(costs[index], output_tokens=num_drawn, padded_output_tokens=float(num_drawn))
+                drawn = sum(completion.num_drawn for completion in request.completions)
+                new = costs[index].output_tokens * (drawn - request.num_resumed) // drawn
+                costs[index] = replace(costs[index], output_tokens=new, padded_output_tokens=float(new))
         self.last_run = run_record(self.identity, plan, self._tiers, costs, seconds)
         self.last_run |= {
             "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
@@ -347,9 +348,9 @@ class Engine:
         rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
         self.last_run |= pipeline.record(len(runs), rank)
         if distinct:
-            drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
+            workload = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
-            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)
+            prediction = self._planner.learn(plan, workload, at_once, self.last_run, is_whole=pipeline.is_whole)
             if prediction is not None:
                 add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
         return results

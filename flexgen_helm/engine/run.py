@@ -15,6 +15,7 @@ from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.request import DrawnToken, GenerationResult, Progress
+from flexgen_helm.response_cache import KEEP_EVERY_S
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items
@@ -51,6 +52,7 @@ class ResultCollector:
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
+        self._pass_began = self._longest_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
     def deliver(self, index: int, result: GenerationResult) -> None:
@@ -58,6 +60,18 @@ class ResultCollector:
         self._num_finished += 1
         if self._on_result is not None:
             self._on_result(index, result)
+
+    def begin_pass(self) -> None:
+        """Note what is computed again if the run ends in this pass."""
+        now = time.perf_counter()
+        self._longest_pass_s = max(self._longest_pass_s, now - (self._pass_began or now))
+        self._pass_began = now
+        self._restart_s = sum(run.restart_s for run in self.runs)
+
+    def _stop_s(self, now: float) -> float:
+        if self._on_drawn is None:
+            return 0.0
+        return KEEP_EVERY_S + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
 
     def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
         """Report a token of a request that has not ended."""
@@ -81,7 +95,8 @@ class ResultCollector:
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
         done = self._num_finished, len(self._results)
-        self._progress(Progress(tokens, round(total), *done, now - self.began, {}, *self.at))
+        elapsed_s, stop_s = now - self.began, self._stop_s(now)
+        self._progress(Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s))
 
 
 class Run:
@@ -123,6 +138,11 @@ class Run:
         return self._scheduler.num_preempted
 
     @property
+    def restart_s(self) -> float:
+        """Seconds that the prompts of what is under way take when an interrupted run goes on."""
+        return sum(request.restart_s for request in {sequence.request for sequence in self._scheduler.running})
+
+    @property
     def computed_tokens(self) -> float:
         """Tokens computed so far; of a batch between two stages, the share that has been computed."""
         begun = sum(batch.num_tokens * (items - 1) for batch, items in self._items_begun.items())
@@ -141,6 +161,7 @@ class Run:
         at_once = sum(item.sequence.kind is not SequenceKind.SHARED_PREFIX for b in batches for item in b.scheduled)
         self.most_at_once = max(self.most_at_once, at_once)
         self.goes_on = self._scheduler.another_pass_follows(batches)
+        self._answers.begin_pass()
         self._pass(batches, self.goes_on or another_lane, should_stop)
         return True
 

@@ -194,6 +194,12 @@ class Request:
         """Tokens that an earlier run has drawn."""
         return sum(completion.num_resumed for completion in self.completions)
 
+    @property
+    def restart_s(self) -> float:
+        """Seconds that its prompt, and what was drawn behind it, take when an interrupted run goes on."""
+        drawn = sum(completion.num_drawn for completion in self.completions)
+        return self._prefill_s * (1 + drawn / max(1, len(self.tokens)))
+
     def resume(self, eos_ids: Collection[int]) -> None:
         """Take what an earlier run has drawn."""
         for completion, drawn in zip(self.completions, self.request.drawn):

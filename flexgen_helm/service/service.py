@@ -459,7 +459,8 @@ class Service:
         known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
         if known:
             tokens = sum(len(completion) for of in known.values() for completion in of)
-            report(Message(f"{count(len(known), 'answer')} go on behind {count(tokens, 'token')} of an earlier run"))
+            what = f"{count(tokens, 'drawn token')} of {count(len(known), 'answer')}"
+            report(Message(f"goes on behind {what} of an earlier run", is_warning=False))
         try:
             requests = [
                 replace(job.request.request, drawn=known[job.request.key])

@@ -16,7 +16,7 @@ from flexgen_helm.request import DrawnToken, ThinkingFormat
 from tests.helpers.tiny_models import VOCABULARY, build_tiny
 
 MIB = 1 << 20
-KINDS = ["llama", "gemma2", "opt-350m", "mixtral"]
+KINDS = [("llama", "fp16"), ("gemma2", "fp16"), ("opt-350m", "fp16"), ("mixtral", "fp16"), ("llama", "4bit")]
 
 
 def asked_of(draw: random.Random) -> list[GenerationRequest]:
@@ -30,9 +30,9 @@ def asked_of(draw: random.Random) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt_token_ids=ids(), max_tokens=draw.choice([1, 2, 9, 16]), temperature=draw.choice([0.0, 1.0]),
-            top_p=draw.choice([0.8, 1.0]), seed=seed, n=draw.choice([1, 3]), echo_logprobs=(scores := draw.random() < 0.5),
-            echo_greedy=scores, top_logprobs=draw.choice([0, 2]), stop=draw.choice([(), ("e",)]),
-            ignore_eos=draw.random() < 0.5, thinking=draw.choice([None, thinking]),
+            top_p=draw.choice([0.8, 1.0]), seed=seed, n=draw.choice([1, 3]),
+            echo_logprobs=(scores := draw.random() < 0.5), echo_greedy=scores, top_logprobs=draw.choice([0, 2]),
+            stop=draw.choice([(), ("e",)]), ignore_eos=draw.random() < 0.5, thinking=draw.choice([None, thinking]),
         )
         for seed in range(8)
     ]  # fmt: skip
@@ -60,10 +60,12 @@ class Kept:
 
 
 def interrupted(model, draw, **options):
-    """Requests, their results, how many tokens were drawn, and the same of two runs of which the first was stopped."""
+    """Results of a run, and those of two of which the first was stopped; tokens drawn of what that one left, known to
+    the second one, and drawn by it.
+    """
     asked = asked_of(draw)
     with Engine.from_pretrained(model, **options) as engine:
-        whole, drawn = [], Kept(10**9)
+        drawn = Kept(10**9)
         whole = engine.run(asked, on_drawn=drawn.on_drawn)
         kept, done = Kept(draw.randrange(1, drawn.num_drawn)), {}
         with pytest.raises(Interrupted):
@@ -79,9 +81,12 @@ def interrupted(model, draw, **options):
             rest.tokens.update({(index, completion): [*tokens] for completion, tokens in enumerate(request.drawn)})
         for number, result in zip(left, engine.run(again, on_drawn=rest.on_drawn)):
             done[number] = result
-        record = engine.last_run
+        new = {key: len(tokens) - len(again[key[0]].drawn[key[1]]) for key, tokens in rest.tokens.items()}
+        # Completions at temperature 0 are drawn once, and count as often as they are wanted.
+        output = sum(count * (1 if again[i].temperature else again[i].n) for (i, _), count in new.items())
+        assert engine.last_run["workload"]["output_tokens"] == output
     num_left = sum(len(tokens) for (number, _), tokens in drawn.tokens.items() if number in left)
-    return whole, [done[number] for number in range(len(asked))], (num_left, num_kept, rest.num_drawn), record
+    return whole, [done[number] for number in range(len(asked))], (num_left, num_kept, rest.num_drawn)
 
 
 def values(result):
@@ -95,15 +100,31 @@ def values(result):
 
 
 @pytest.mark.skipif(not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here")
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "precision"), KINDS)
+def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precision):
     model = build_tiny(tmp_path / "model", kind).path
     num_stopped = 0
     for seed in range(4):
         draw = random.Random(f"{kind} {seed}")
-        options = {"batch_invariant": True, "offload_dir": tmp_path, "policy": draw.choice([None, "2x2,0,50,0,50,0,100"])}
-        whole, found, (left, kept, drawn), record = interrupted(model, draw, **options)
+        options = {"batch_invariant": True, "precision": precision, "offload_dir": tmp_path}
+        options["policy"] = draw.choice([None, "2x2,0,50,0,50,0,100"])
+        whole, found, (left, kept, drawn) = interrupted(model, draw, **options)
         assert [*map(values, found)] == [*map(values, whole)]
         assert drawn == left - kept  # nothing is drawn twice
         num_stopped += kept > 0
     assert num_stopped > 1
+
+
+def test_without_the_option_scores_are_within_tolerance(tmp_path):
+    model, draw = build_tiny(tmp_path / "model", "llama").path, random.Random(1)
+    whole, found, _ = interrupted(model, draw, offload_dir=tmp_path, policy=None)
+    for result, expected in zip(map(values, found), map(values, whole)):
+        assert result[0] == expected[0] and result[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_a_token_that_is_none_fails_its_request_alone(tmp_path):
+    with Engine.from_pretrained(build_tiny(tmp_path / "model", "llama").path, offload_dir=tmp_path) as engine:
+        asked = GenerationRequest(prompt_token_ids=[5, 6], max_tokens=4)
+        planted = replace(asked, seed=1, temperature=1.0, drawn=[[DrawnToken(10**6, -0.5)]])
+        good, bad = engine.run([asked, planted])
+    assert good.error is None and "outside the vocabulary" in str(bad.error)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
-import time
 from collections import Counter
 
 import pytest
@@ -23,7 +21,6 @@ PASS_S, KEEP_S, TOKENS = 0.05, 0.25, 60
 SLACK_S = 0.5
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 BATCH = ["batch", "in.jsonl", "-o", "out.jsonl", "--model", "tiny", "--batch-invariant"]
-RUN = ["run", "-r", "simple_mcqa:model=flexgen/tiny", "-m", "6", "--suite", "s", "--batch-invariant"]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +97,7 @@ def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], 
     assert {token for outcome in stops.outcomes for token in tokens(outcome)} == set(expected)
     again = stops.drawn_again()
     assert all(seconds < PASS_S + KEEP_S + SLACK_S for seconds, _ in again), max(again)
-    assert any("go on behind" in outcome.output for outcome in stops.outcomes[1:])
+    assert any("goes on behind" in outcome.output for outcome in stops.outcomes[1:])
     if signal.SIGKILL not in numbers:
         assert not again  # what is pending is written
 
@@ -124,8 +121,18 @@ def test_without_keeping_all_is_drawn_again(suites, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", share(range(10), 5))
-def test_stopped_at_thirty_random_moments(suites, whole, part):
-    for number in part:
-        draw = random.Random(number)
-        stop_and_go_on(suites, whole, f"random-{number}", draw.choices(SIGNALS, k=3), draw)
+@pytest.mark.parametrize("number", share(range(10), 5))
+def test_stopped_at_thirty_random_moments(suites, whole, number):
+    draw = random.Random(number)
+    stop_and_go_on(suites, whole, f"random-{number}", draw.choices(SIGNALS, k=3), draw)
+
+
+def test_another_precision_goes_on_behind_nothing(suites):
+    """Its answers are others."""
+    stops, apart = Stops(suites, "precisions"), Stops(suites, "apart")
+    stops.start(name="draw", at=200, number=signal.SIGTERM)
+    for one in (stops, apart):
+        assert one.start(command=[*BATCH, "--precision", "8bit"]).code == 0
+        assert "goes on behind" not in one.outcomes[-1].output
+    assert stops.answers() == apart.answers()
+    assert stops.start().code == 0 and "goes on behind" in stops.outcomes[-1].output
