@@ -132,7 +132,7 @@ def test_another_precision_goes_on_behind_nothing(suites):
     stops, apart = Stops(suites, "precisions"), Stops(suites, "apart")
     stops.start(name="draw", at=200, number=signal.SIGTERM)
     for one in (stops, apart):
-        assert one.start(command=[*BATCH, "--precision", "8bit"]).code == 0
+        assert one.start(command=[*BATCH, "--precision", "8bit"]).code == 0, one.outcomes[-1].output
         assert "goes on behind" not in one.outcomes[-1].output
     assert stops.answers() == apart.answers()
     assert stops.start().code == 0 and "goes on behind" in stops.outcomes[-1].output
