@@ -28,13 +28,13 @@ from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import Completion, Cost, DrawnToken, GenerationResult, TopLogprobs
+from flexgen_helm.request import MAX_COMPLETIONS, Completion, Cost, DrawnToken, GenerationResult, TopLogprobs
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
 MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
-# Seconds that a drawn token waits at most to be written, unless that takes more than 1 % of the time.
-KEEP_EVERY_S, _KEEP_SHARE = 10.0, 0.01
+# Seconds that a drawn token waits at most to be written; where that takes more than 1 % of the time, up to the second.
+KEEP_EVERY_S, _KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 10.0, 300.0, 0.01
 _BEGIN = "BEGIN IMMEDIATE"  # takes the write lock at once: a reader that upgrades later could fail without waiting
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 
@@ -157,7 +157,7 @@ class ResponseCache:
     def get_many(self, keys: Iterable[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
         results = {}
-        for key, value in self._select("key, value FROM answers", keys):
+        for key, value in self._select("SELECT key, value FROM answers WHERE", keys):
             try:
                 results[key] = decode_result(value)
             except ValueError:
@@ -170,7 +170,8 @@ class ResponseCache:
         A part that is missing or not well-formed ends its completion.
         """
         found: dict[str, dict[str, list[list[DrawnToken]]]] = {}
-        for key, writer, completion, step, value in self._select("* FROM drawn", keys):
+        query = f"SELECT * FROM drawn WHERE completion BETWEEN 0 AND {MAX_COMPLETIONS - 1} AND"
+        for key, writer, completion, step, value in self._select(query, keys, "ORDER BY key, writer, completion, step"):
             completions = found.setdefault(key, {}).setdefault(writer, [])
             try:
                 tokens = _DRAWN.validate_json(value)
@@ -179,18 +180,19 @@ class ResponseCache:
             completions += [[] for _ in range(completion + 1 - len(completions))]
             if step == len(completions[completion]):
                 completions[completion] += tokens
-        taken = {key: max(of.values(), key=lambda drawn: sum(map(len, drawn))) for key, of in found.items()}
+        longest = {key: max(of.values(), key=lambda drawn: sum(map(len, drawn))) for key, of in found.items()}
+        taken = {key: drawn for key, drawn in longest.items() if any(drawn)}
         self.put_many({}, {key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()}, taken)
         return taken
 
-    def _select(self, what: str, keys: Iterable[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of `keys`, in the order of their table's key."""
+    def _select(self, query: str, keys: Iterable[str], order: str = "") -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of `keys`."""
         wanted = list(dict.fromkeys(keys))
         with self._explained():
             for start in range(0, len(wanted), _KEYS_PER_QUERY):
                 part = wanted[start : start + _KEYS_PER_QUERY]
-                query = f"SELECT {what} WHERE key IN ({','.join('?' * len(part))})"
-                yield from self._connection.execute(query, part).fetchall()
+                places = ",".join("?" * len(part))
+                yield from self._connection.execute(f"{query} key IN ({places}) {order}", part).fetchall()
 
     def put_many(
         self,
@@ -234,6 +236,8 @@ class ResponseWriter:
         self._pending: dict[str, GenerationResult] = {}
         self._drawn: dict[str, dict[int, tuple[int, list[DrawnToken]]]] = {}
         self._timer: threading.Timer | None = None  # runs while something is pending
+        self._steps: dict[str, dict[int, int]] = {}  # that follow, by completion
+        self._restarted: set[str] = set()
         self._due = 0.0
         self._keep_every_s = KEEP_EVERY_S
         self._lock = threading.RLock()
@@ -268,6 +272,7 @@ class ResponseWriter:
         with self._lock:
             self._pending[key] = result
             self._drawn.pop(key, None)
+            self._steps.pop(key, None)
             if len(self._pending) >= MAX_PENDING_RESULTS:
                 self._flush()
             else:
@@ -277,6 +282,12 @@ class ResponseWriter:
         """Keep a token of an answer that has not ended."""
         with self._lock:
             if self._cache is not None:
+                steps = self._steps.setdefault(key, {})
+                if step != steps.get(completion, step):  # again, since a worker was lost, and perhaps otherwise
+                    steps.clear()
+                    self._drawn.pop(key, None)
+                    self._restarted.add(key)
+                steps[completion] = step + 1
                 self._drawn.setdefault(key, {}).setdefault(completion, (step, []))[1].append(drawn)
                 self._flush_within(self._keep_every_s)
 
@@ -297,11 +308,13 @@ class ResponseWriter:
                 self._timer = None
             pending, self._pending = self._pending, {}
             drawn, self._drawn = self._drawn, {}
+            restarted, self._restarted = self._restarted, set()
             began = time.monotonic()
             with self._given_up_on_error():
                 if self._cache is not None:
-                    self._cache.put_many(pending, drawn)
-            self._keep_every_s = max(KEEP_EVERY_S, (time.monotonic() - began) / _KEEP_SHARE)
+                    self._cache.put_many(pending, drawn, restarted)
+            seldom = min(_KEEP_AT_LEAST_EVERY_S, (time.monotonic() - began) / _KEEP_SHARE)
+            self._keep_every_s = max(KEEP_EVERY_S, seldom)
 
     def close(self) -> None:
         """Write what is pending."""

@@ -242,6 +242,33 @@ def test_a_file_that_ends_in_the_middle_of_a_transaction_has_the_tokens_before_i
         assert cache.take_drawn(["k"]) == {"k": [TOKENS]}
 
 
+def test_tokens_that_are_drawn_again_replace_the_first_ones(tmp_path):
+    """Another worker may draw others at a near-tie."""
+    with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
+        for step, token in enumerate(TOKENS * 2):
+            writer.draw("k", 0, step, token)
+            writer._flush()
+        for step, token in enumerate(TOKENS[::-1]):
+            writer.draw("k", 0, step, token)
+    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS[::-1]]}
+
+
+@pytest.mark.parametrize("completion", ["'0'", "'many'", "-1", "1000000000000", "NULL"])
+def test_a_planted_completion_is_ignored(tmp_path, completion):
+    path = tmp_path / "j.sqlite"
+    with closing(ResponseCache(path)) as cache:
+        cache.put_many({}, {"k": {0: (0, TOKENS)}})
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE other (key, writer, completion, step, value)")
+        connection.execute(f"INSERT INTO other SELECT key, 'w', {completion}, step, value FROM drawn")
+        connection.execute("INSERT INTO other SELECT * FROM drawn")
+        connection.execute("DROP TABLE drawn")
+        connection.execute("ALTER TABLE other RENAME TO drawn")
+    with closing(ResponseCache(path)) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS]}
+
+
 def test_tokens_are_written_soon_and_those_of_an_answer_never(tmp_path, monkeypatch):
     monkeypatch.setattr(response_cache, "KEEP_EVERY_S", 0.1)
     with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
