@@ -148,7 +148,6 @@ def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Worklo
         (max(1, len(request.tokens) + resumed), max(1, drawn - resumed))
         for request in requests
         for drawn, resumed in [(c.num_drawn, c.num_resumed) for c in request.completions] or [(0, 0)]
-        if drawn > resumed or not resumed  # else an earlier run has drawn all of it
     ]
     return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
 

@@ -138,7 +138,8 @@ def test_an_interruption_keeps_what_is_finished(model):
 
 
 def test_a_run_goes_on_behind_the_tokens_that_workers_have_reported(model):
-    requests, drawn, later = requests_of(40, max_tokens=40), defaultdict(list), []
+    requests = [dataclasses.replace(request, ignore_eos=True) for request in requests_of(40, max_tokens=40)]
+    drawn, later = defaultdict(list), []
     with Engine.from_config(model.path, model.config) as engine:
         expected = [result.completions[0].token_ids for result in engine.run(requests)]
     cluster, _ = start(model)

@@ -128,3 +128,17 @@ def test_a_token_that_is_none_fails_its_request_alone(tmp_path):
         planted = replace(asked, seed=1, temperature=1.0, drawn=[[DrawnToken(10**6, -0.5)]])
         good, bad = engine.run([asked, planted])
     assert good.error is None and "outside the vocabulary" in str(bad.error)
+
+
+def test_a_run_whose_answers_were_all_drawn_computes_nothing(tmp_path):
+    """They were killed before they were stored. Scores of the prompt are computed."""
+    asked = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
+    scored = replace(asked, echo_logprobs=True, seed=1)
+    drawn = Kept(10**9)
+    with Engine.from_pretrained(build_tiny(tmp_path / "model", "llama").path, offload_dir=tmp_path) as engine:
+        whole = engine.run([asked, scored], on_drawn=drawn.on_drawn)
+        for numbers in ([0], [0, 1]):
+            again = [replace((asked, scored)[i], drawn=[drawn.tokens[i, 0]]) for i in numbers]
+            found = engine.run(again, on_drawn=lambda *token: pytest.fail("drawn again"))
+            assert [result.completions for result in found] == [whole[i].completions for i in numbers]
+            assert found[-1].prompt_logprobs == whole[numbers[-1]].prompt_logprobs
