@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from flexgen_helm.files import count, duration, size
+from flexgen_helm.files import count, duration, rough_duration, size
 from flexgen_helm.request import Progress
 
 PhaseName = Literal[
@@ -207,6 +207,11 @@ def reading(progress: Progress) -> str:
     read = f"{size(progress.read_bytes)} of about {size(progress.pass_bytes)}"
     where = f"pass {progress.num_passes:,}, layer {progress.layer} of {progress.num_layers}"
     return f"{where}: {read} read, disk {progress.read_bytes_s / 1e9:.2f} GB/s"
+
+
+def stop_costs(seconds: float) -> str:
+    """Say what a stop costs; empty if that is not known."""
+    return f"a stop costs at most {rough_duration(seconds)} of computing" if seconds else ""
 
 
 def _bytes_in(folder: Path) -> int:

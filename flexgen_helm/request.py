@@ -19,6 +19,14 @@ FinishReason = Literal["length", "stop", "endoftext"]
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
+class DrawnToken(NamedTuple):
+    """A token that was drawn; top: the most probable ones, where they are wanted."""
+
+    token: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
 class ThinkingMarks(NamedTuple):
     """What a model writes around its thoughts, and around the answer behind them ('' if nothing)."""
 
@@ -62,6 +70,7 @@ class GenerationRequest:
     thinking: set by whoever renders a prompt for a model that thinks.
     top_logprobs: also return so many of the most probable tokens at each drawn token, and with `echo_logprobs` at each
         of the prompt's.
+    drawn: what an interrupted run has drawn of each completion, which goes on behind it.
     """
 
     prompt: str | None = None
@@ -78,6 +87,7 @@ class GenerationRequest:
     thinking: ThinkingFormat | None = None
     echo_greedy: bool = False
     top_logprobs: int = 0
+    drawn: Sequence[Sequence[DrawnToken]] = ()
 
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
@@ -152,7 +162,8 @@ class Cost:
     """What one request took of its run.
 
     prompt_tokens, output_tokens: asked for and generated.
-    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared.
+    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared; more if what an interrupted run has drawn
+        was computed with them.
     padded_prompt_tokens, padded_output_tokens: with the padding that was really computed.
     flops: of linear layers and attention; a multiply-add counts two.
     prefill_s, decode_s: seconds; the share of its batches that the request's operations are.
@@ -212,6 +223,7 @@ class Progress:
     num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this process.
     read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if none are there.
     read_bytes_s: of the disk, over the last seconds.
+    stop_s: seconds of computing that a stop now would cost at most; 0 where no tokens are kept.
     """
 
     done_tokens: float
@@ -226,6 +238,7 @@ class Progress:
     read_bytes: int = 0
     pass_bytes: int = 0
     read_bytes_s: float = 0.0
+    stop_s: float = 0.0
 
     @property
     def is_finished(self) -> bool:

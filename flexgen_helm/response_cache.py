@@ -1,5 +1,8 @@
 """Results that are computed once: a response cache on disk, one SQLite file per engine fingerprint.
 
+Beside results it has the tokens that were drawn of answers that have not ended, until they have. An interrupted run
+goes on behind them.
+
 The fingerprint names weights, tokenizer, formats and compute type, so results of other engines are in other files.
 Values are JSON: a row that is not a well-formed result is ignored, never executed. Each `put_many` is one durable
 transaction. SQLite's rollback journal is used instead of its write-ahead log, which network disks break.
@@ -12,9 +15,12 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -22,11 +28,13 @@ from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import Completion, Cost, GenerationResult, TopLogprobs
+from flexgen_helm.request import MAX_COMPLETIONS, Completion, Cost, DrawnToken, GenerationResult, TopLogprobs
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
 MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
+# Seconds that a drawn token waits at most to be written; where that takes more than 1 % of the time, up to the second.
+KEEP_EVERY_S, _KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 10.0, 300.0, 0.01
 _BEGIN = "BEGIN IMMEDIATE"  # takes the write lock at once: a reader that upgrades later could fail without waiting
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 
@@ -58,6 +66,9 @@ class _Row:
 
 
 _ROW = TypeAdapter(_Row)
+_DRAWN = TypeAdapter(list[DrawnToken], config=ConfigDict(strict=True, allow_inf_nan=False))
+# Of an answer that has not ended: its completions, of each the tokens from a step on.
+DrawnTokens = Mapping[int, tuple[int, Sequence[DrawnToken]]]
 _STORED = object()
 # Fields that are left out at these values: rows of versions without them stay what they were.
 _LEFT_OUT = {"error": None, "prompt_greedy": None, "prompt_top_logprobs": None, "top_logprobs": ()}
@@ -97,6 +108,7 @@ class ResponseCache:
         model: whose answers these are, for people.
         """
         self.path, self._model = path, model
+        self._writer = uuid.uuid4().hex[:8]  # tokens of two processes do not mix
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -114,6 +126,10 @@ class ResponseCache:
             self._connection.execute(_BEGIN)
             self._connection.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS drawn (key TEXT, writer TEXT, completion INTEGER, step INTEGER, "
+                "value TEXT NOT NULL, PRIMARY KEY (key, writer, completion, step)) WITHOUT ROWID"
+            )
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
             if self._model:
                 self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,))
@@ -140,25 +156,69 @@ class ResponseCache:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
-        wanted, results = list(dict.fromkeys(keys)), {}
+        results = {}
+        for key, value in self._select("SELECT key, value FROM answers WHERE", keys):
+            try:
+                results[key] = decode_result(value)
+            except ValueError:
+                continue  # not ours
+        return results
+
+    def take_drawn(self, keys: Iterable[str]) -> dict[str, list[list[DrawnToken]]]:
+        """Return what was drawn of unfinished answers among `keys`, by completion, and go on with it as the writer.
+
+        A part that is missing or not well-formed ends its completion.
+        """
+        found: dict[str, dict[str, list[list[DrawnToken]]]] = {}
+        query = f"SELECT * FROM drawn WHERE completion BETWEEN 0 AND {MAX_COMPLETIONS - 1} AND"
+        for key, writer, completion, step, value in self._select(query, keys, "ORDER BY key, writer, completion, step"):
+            completions = found.setdefault(key, {}).setdefault(writer, [])
+            try:
+                tokens = _DRAWN.validate_json(value)
+            except ValueError:
+                continue  # not ours
+            completions += [[] for _ in range(completion + 1 - len(completions))]
+            if step == len(completions[completion]):
+                completions[completion] += tokens
+        longest = {key: max(of.values(), key=lambda drawn: sum(map(len, drawn))) for key, of in found.items()}
+        taken = {key: drawn for key, drawn in longest.items() if any(drawn)}
+        self.put_many({}, {key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()}, taken)
+        return taken
+
+    def _select(self, query: str, keys: Iterable[str], order: str = "") -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of `keys`."""
+        wanted = list(dict.fromkeys(keys))
         with self._explained():
             for start in range(0, len(wanted), _KEYS_PER_QUERY):
                 part = wanted[start : start + _KEYS_PER_QUERY]
-                query = f"SELECT key, value FROM answers WHERE key IN ({','.join('?' * len(part))})"
-                for key, value in self._connection.execute(query, part):
-                    try:
-                        results[key] = decode_result(value)
-                    except ValueError:
-                        continue  # not ours
-        return results
+                places = ",".join("?" * len(part))
+                yield from self._connection.execute(f"{query} key IN ({places}) {order}", part).fetchall()
 
-    def put_many(self, results: Mapping[str, GenerationResult]) -> None:
-        """Store `results`, all or none; they are on the disk when this returns."""
+    def put_many(
+        self,
+        results: Mapping[str, GenerationResult],
+        drawn: Mapping[str, DrawnTokens] = MappingProxyType({}),
+        replaced: Iterable[str] = (),
+    ) -> None:
+        """Store results and tokens of unfinished answers, all or none; they are on the disk when this returns.
+
+        replaced: keys whose tokens so far are deleted, besides those of the results.
+        """
         rows = [(key, encode_result(result)) for key, result in results.items()]
-        if rows:
+        parts = [
+            (key, self._writer, completion, step, json.dumps(tokens, allow_nan=False, separators=(",", ":")))
+            for key, completions in drawn.items()
+            for completion, (step, tokens) in completions.items()
+            if tokens
+        ]
+        if rows or parts:
             with self._explained(), self._connection:
                 self._connection.execute(_BEGIN)
                 self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", rows)
+                self._connection.executemany(
+                    "DELETE FROM drawn WHERE key = ?", [(key,) for key in (*results, *replaced)]
+                )
+                self._connection.executemany("INSERT OR REPLACE INTO drawn VALUES (?, ?, ?, ?, ?)", parts)
 
     def close(self) -> None:
         self._connection.close()
@@ -174,7 +234,12 @@ class ResponseWriter:
     def __init__(self, path: Path | None, model: str) -> None:
         """path: the cache's file; None stores nothing. model: as of `ResponseCache`."""
         self._pending: dict[str, GenerationResult] = {}
+        self._drawn: dict[str, dict[int, tuple[int, list[DrawnToken]]]] = {}
         self._timer: threading.Timer | None = None  # runs while something is pending
+        self._steps: dict[str, dict[int, int]] = {}  # that follow, by completion
+        self._restarted: set[str] = set()
+        self._due = 0.0
+        self._keep_every_s = KEEP_EVERY_S
         self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
         with self._given_up_on_error():
@@ -196,16 +261,45 @@ class ResponseWriter:
             return self._cache.get_many(keys) if self._cache else {}
         return {}
 
+    def take_drawn(self, keys: list[str]) -> dict[str, list[list[DrawnToken]]]:
+        """Return what was drawn of unfinished answers among `keys`, by completion."""
+        with self._lock, self._given_up_on_error():
+            return self._cache.take_drawn(keys) if self._cache else {}
+        return {}
+
     def add(self, key: str, result: GenerationResult) -> None:
         """Store a successful result with the next transaction."""
         with self._lock:
             self._pending[key] = result
+            self._drawn.pop(key, None)
+            self._steps.pop(key, None)
             if len(self._pending) >= MAX_PENDING_RESULTS:
                 self._flush()
-            elif self._timer is None:
-                self._timer = threading.Timer(MAX_PENDING_S, self._flush)
-                self._timer.daemon = True
-                self._timer.start()
+            else:
+                self._flush_within(MAX_PENDING_S)
+
+    def draw(self, key: str, completion: int, step: int, drawn: DrawnToken) -> None:
+        """Keep a token of an answer that has not ended."""
+        with self._lock:
+            if self._cache is not None:
+                steps = self._steps.setdefault(key, {})
+                if step != steps.get(completion, step):  # again, since a worker was lost, and perhaps otherwise
+                    steps.clear()
+                    self._drawn.pop(key, None)
+                    self._restarted.add(key)
+                steps[completion] = step + 1
+                self._drawn.setdefault(key, {}).setdefault(completion, (step, []))[1].append(drawn)
+                self._flush_within(self._keep_every_s)
+
+    def _flush_within(self, seconds: float) -> None:
+        due = time.monotonic() + seconds
+        if self._timer is not None:
+            if self._due <= due:
+                return
+            self._timer.cancel()
+        self._due, self._timer = due, threading.Timer(seconds, self._flush)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _flush(self) -> None:
         with self._lock:
@@ -213,9 +307,14 @@ class ResponseWriter:
                 self._timer.cancel()
                 self._timer = None
             pending, self._pending = self._pending, {}
+            drawn, self._drawn = self._drawn, {}
+            restarted, self._restarted = self._restarted, set()
+            began = time.monotonic()
             with self._given_up_on_error():
                 if self._cache is not None:
-                    self._cache.put_many(pending)
+                    self._cache.put_many(pending, drawn, restarted)
+            seldom = min(_KEEP_AT_LEAST_EVERY_S, (time.monotonic() - began) / _KEEP_SHARE)
+            self._keep_every_s = max(KEEP_EVERY_S, seldom)
 
     def close(self) -> None:
         """Write what is pending."""

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm import response_cache
 from flexgen_helm.errors import RequestError
-from flexgen_helm.request import Completion, Cost, GenerationResult
+from flexgen_helm.progress import observed_by
+from flexgen_helm.request import Completion, Cost, DrawnToken, GenerationResult
 from flexgen_helm.response_cache import (
     ResponseCache,
     ResponseCacheError,
@@ -169,3 +170,135 @@ def test_rows_say_what_is_greedy_only_where_it_was_asked():
     assert decode_result(encode_result(scored)) == scored
     plain = GenerationResult((), (5, 6), (None, -1.0))
     assert "greedy" not in encode_result(plain) and decode_result(encode_result(plain)) == plain
+
+
+TOKENS = [DrawnToken(3, -0.1, ((3, -0.1), (5, -2.5))), DrawnToken(4, -1 / 3, ((4, -1 / 3), (3, -1.5)))]
+
+
+def test_tokens_are_kept_until_their_answer_is(tmp_path):
+    path = tmp_path / "j.sqlite"
+    with closing(ResponseCache(path)) as cache:
+        cache.put_many({}, {"k": {0: (0, TOKENS[:1]), 2: (0, TOKENS)}, "other": {0: (0, TOKENS)}})
+        cache.put_many({}, {"k": {0: (1, TOKENS[1:])}})
+    with closing(ResponseCache(path)) as cache:
+        assert cache.take_drawn(["k", "unknown"]) == {"k": [TOKENS, [], TOKENS]}
+        cache.put_many({}, {"k": {0: (2, TOKENS)}})
+    with closing(ResponseCache(path)) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS * 2, [], TOKENS]}
+        cache.put_many({"k": SOME})
+        assert cache.take_drawn(["k", "other"]) == {"other": [TOKENS]}
+
+
+def test_tokens_of_two_writers_do_not_mix(tmp_path):
+    """Each draws the same answer; near-ties may be drawn otherwise, so what follows one's tokens is of no use behind
+    the other's.
+    """
+    path, other = tmp_path / "j.sqlite", [DrawnToken(9, -1.0)]
+    with closing(ResponseCache(path)) as first, closing(ResponseCache(path)) as second:
+        first.put_many({}, {"k": {0: (0, TOKENS)}})
+        second.put_many({}, {"k": {0: (0, other)}})
+        first.put_many({}, {"k": {0: (2, TOKENS)}})
+        assert second.take_drawn(["k"]) == {"k": [TOKENS * 2]}
+        first.put_many({}, {"k": {0: (4, other)}})  # behind what the second one has taken
+        second.put_many({}, {"k": {0: (4, TOKENS)}})
+    with closing(ResponseCache(path)) as third:
+        assert third.take_drawn(["k"]) == {"k": [TOKENS * 3]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM drawn WHERE step = 2",
+        "UPDATE drawn SET value = substr(value, 1, 9) WHERE step = 2",
+        "UPDATE drawn SET value = '[[\"3\",-0.1,[]]]' WHERE step = 2",
+        "UPDATE drawn SET value = '[[3,NaN,[]]]' WHERE step = 2",
+        "UPDATE drawn SET step = 3 WHERE step = 2",
+    ],
+)
+def test_tokens_end_where_a_part_is_missing_or_damaged(tmp_path, change):
+    path = tmp_path / "j.sqlite"
+    with closing(ResponseCache(path)) as cache:
+        for step in (0, 2, 4):
+            cache.put_many({}, {"k": {0: (step, TOKENS), 1: (step, TOKENS)}})
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"{change} AND completion = 0")
+    with closing(ResponseCache(path)) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS, TOKENS * 3]}
+
+
+def test_a_file_that_ends_in_the_middle_of_a_transaction_has_the_tokens_before_it(tmp_path):
+    """A power cut: the file is copied with SQLite's journal while a transaction is being written."""
+    path, copy = tmp_path / "j.sqlite", tmp_path / "copy.sqlite"
+    with closing(ResponseCache(path)) as cache:
+        cache.put_many({}, {"k": {0: (0, TOKENS)}})
+        cache._connection.execute("PRAGMA cache_size = 1")  # pages go to the file before the transaction ends
+        cache._connection.execute("BEGIN IMMEDIATE")
+        rows = [("k", cache._writer, 0, 2 + 2 * i, "x" * 4000) for i in range(50)]
+        cache._connection.executemany("INSERT INTO drawn VALUES (?, ?, ?, ?, ?)", rows)
+        assert path.stat().st_size > 100_000
+        for name in ("", "-journal"):
+            copy.with_name(copy.name + name).write_bytes(path.with_name(path.name + name).read_bytes())
+    with closing(ResponseCache(copy)) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS]}
+
+
+def test_tokens_that_are_drawn_again_replace_the_first_ones(tmp_path):
+    """Another worker may draw others at a near-tie."""
+    with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
+        for step, token in enumerate(TOKENS * 2):
+            writer.draw("k", 0, step, token)
+            writer._flush()
+        for step, token in enumerate(TOKENS[::-1]):
+            writer.draw("k", 0, step, token)
+    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS[::-1]]}
+
+
+@pytest.mark.parametrize("completion", ["'0'", "'many'", "-1", "1000000000000", "NULL"])
+def test_a_planted_completion_is_ignored(tmp_path, completion):
+    path = tmp_path / "j.sqlite"
+    with closing(ResponseCache(path)) as cache:
+        cache.put_many({}, {"k": {0: (0, TOKENS)}})
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE other (key, writer, completion, step, value)")
+        connection.execute(f"INSERT INTO other SELECT key, 'w', {completion}, step, value FROM drawn")
+        connection.execute("INSERT INTO other SELECT * FROM drawn")
+        connection.execute("DROP TABLE drawn")
+        connection.execute("ALTER TABLE other RENAME TO drawn")
+    with closing(ResponseCache(path)) as cache:
+        assert cache.take_drawn(["k"]) == {"k": [TOKENS]}
+
+
+def test_tokens_are_written_soon_and_those_of_an_answer_never(tmp_path, monkeypatch):
+    monkeypatch.setattr(response_cache, "KEEP_EVERY_S", 0.1)
+    with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
+        for step, token in enumerate(TOKENS):
+            writer.draw("k", 0, step, token)
+            writer.draw("done", 0, step, token)
+        writer.add("done", SOME)
+        deadline = time.monotonic() + 20
+        while not (found := stored_tokens(tmp_path / "j.sqlite")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert found == {"k"}
+
+
+def stored_tokens(path: Path) -> set[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return {key for (key,) in connection.execute("SELECT key FROM drawn")}
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(response_cache, "KEEP_EVERY_S", 0.01)
+    told = []
+    with (
+        observed_by(lambda event: told.append(event.text)),
+        closing(ResponseWriter(tmp_path / "j.sqlite", "")) as writer,
+    ):
+        writer._cache._connection.execute("PRAGMA max_page_count = 8")
+        for step in range(20_000):
+            writer.draw("k", 0, step, TOKENS[0])
+            if step % 2000 == 0:
+                writer._flush()
+        writer.add("k", SOME)
+    (text,) = told
+    assert "not stored for a later run" in text and "j.sqlite" in text and "full" in text

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,6 +24,8 @@ from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.service import process
 
+# Commands that go on behind what was computed when they are given again; `run` says so itself.
+_GO_ON = {"batch", "lm-eval"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -59,6 +62,8 @@ def _run(argv: Sequence[str] | None) -> int:
         if is_debugging:
             traceback.print_exc()
         say(f"flexgen-helm: {explain(error)}")
+        if isinstance(error, Interrupted) and {*arguments[:1]} & _GO_ON:
+            say(f"Go on with:\n  {shlex.join(['flexgen-helm', *arguments])}")
         return error.exit_code
     except KeyboardInterrupt:
         say("flexgen-helm: interrupted")

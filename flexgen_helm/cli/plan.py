@@ -34,6 +34,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.policy import AUTOMATIC
+from flexgen_helm.progress import stop_costs
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.placement import Kind, Tier
@@ -249,12 +250,23 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     if prediction.feasible:
         _print_seconds(made)
         console.print(made.why)
+        console.print(f"When it is interrupted: {stop_costs(_stop_s(made))}.")
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
     if command is not None:
         machine = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
         entries = ", with your own run entries" if command[1] == "run" else ""
         console.print(f"To run it{machine}{entries}:")
         print_command(command)
+
+
+def _stop_s(made: Plan) -> float:
+    """Return the most seconds that a stop costs: the prompts of a block with what was drawn, and a pass."""
+    from flexgen_helm.response_cache import KEEP_EVERY_S
+
+    prediction, workload = made.solution.prediction, made.problem.workload
+    decode_passes = max(1.0, workload.output - 1)
+    again = prediction.prefill_s * (1 + max(0.0, workload.output - 1) / workload.prompt)
+    return KEEP_EVERY_S + again + prediction.decode_s / decode_passes
 
 
 def _precision_row(name: str, made: Plan | None) -> dict[str, str]:

@@ -18,7 +18,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from flexgen_helm.files import count, duration, size
-from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, reading, time_left
+from flexgen_helm.progress import (
+    Event,
+    Message,
+    ModelInUse,
+    ProgressPhase,
+    describe,
+    observed_by,
+    reading,
+    stop_costs,
+    time_left,
+)
 from flexgen_helm.request import Progress
 from flexgen_helm.terminal import fill_for, is_terminal
 
@@ -214,6 +224,7 @@ class Screen:
                 of = f"{self._model.precision}: " if self._model and self._number else ""
                 notes += [f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}", self._plan]
                 notes.append(reading(activity))
+                notes.append(stop_costs(activity.stop_s))
                 held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")

@@ -171,7 +171,7 @@ def lm_eval(context: typer.Context) -> None:
     try:
         run_command(context.args)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; finished answers are stored, and the same command computes the rest") from None
+        raise Interrupted("interrupted; finished answers are stored, and tokens of the others") from None
 
 
 def require_lm_eval() -> None:

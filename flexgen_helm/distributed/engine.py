@@ -22,12 +22,12 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.distributed.ray_cluster import RayWorkers
 from flexgen_helm.distributed.worker import Failure, ModelToLoad, UnitRecord, WorkerIdentity
 from flexgen_helm.engine.fingerprint import engine_fingerprint
-from flexgen_helm.engine.run import OnResult
+from flexgen_helm.engine.run import OnDrawn, OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.report.throughput import add_blocks, throughput
-from flexgen_helm.request import Cost, GenerationRequest, GenerationResult, Progress
+from flexgen_helm.request import Cost, DrawnToken, GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Most seconds of a unit: its end is a good moment to hand out the next one. Most requests of one before a rate is
@@ -107,8 +107,13 @@ class ClusterRun:
     running: worker -> its unit. failures: request -> why it is given up.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest], on_result: OnResult | None = None) -> None:
-        self._requests, self._on_result = requests, on_result
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_result: OnResult | None = None,
+        on_drawn: OnDrawn | None = None,
+    ) -> None:
+        self._requests, self._on_result, self._on_drawn = requests, on_result, on_drawn
         self._began = time.monotonic()
         prompts = [tuple(request.prompt_token_ids or ()) for request in requests]
         # Half of the tokens that may be drawn are expected.
@@ -150,11 +155,16 @@ class ClusterRun:
         self.running[name] = unit
         return [self._requests[index] for index in unit.requests]
 
-    def receive(self, name: str, key: Any, item: GenerationResult | Progress) -> None:
-        """Take an answer, by its index in the worker's unit, or its progress."""
+    def receive(self, name: str, key: Any, item: GenerationResult | DrawnToken | Progress) -> None:
+        """Take an answer, by its index in the worker's unit, a token of one, or the worker's progress."""
         worker = self.workers[name]
         if isinstance(item, Progress):
             worker.progress = item
+            return
+        if isinstance(item, DrawnToken):
+            index, completion, step = key
+            if self._on_drawn is not None:
+                self._on_drawn(self.running[name].requests[index], completion, step, item)
             return
         index = self.running[name].requests[key]
         self.results[index] = item
@@ -192,7 +202,9 @@ class ClusterRun:
             memory.update(progress.memory_bytes)
         num_answered = sum(result is not None for result in self.results)
         elapsed_s = time.monotonic() - self._began
-        return Progress(done, round(max(total, done)), num_answered, len(self.results), elapsed_s, memory)
+        stop_s = max((progress.stop_s for progress in running), default=0.0)
+        done_requests = num_answered, len(self.results)
+        return Progress(done, round(max(total, done)), *done_requests, elapsed_s, memory, stop_s=stop_s)
 
     def record(self, load_s: float) -> dict[str, Any]:
         """Return the run's record: sums and peaks over workers; plan and hardware are those of the first.
@@ -259,12 +271,13 @@ class ClusterEngine:
         on_result: OnResult | None = None,
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
+        on_drawn: OnDrawn | None = None,
     ) -> list[GenerationResult]:
         """Answer requests, as `Engine.run` does.
 
         Raises `WorkerError` when all that can be answered is, if the rest failed on several workers.
         """
-        run = ClusterRun(requests, on_result)
+        run = ClusterRun(requests, on_result, on_drawn)
         for name, identity in self._ready.items():
             run.join(name, identity)
         try:
@@ -317,7 +330,7 @@ class ClusterEngine:
                 self._admit(name, item)
                 if run is not None:
                     run.join(name, item)
-            case GenerationResult() | Progress() if run is not None:
+            case GenerationResult() | DrawnToken() | Progress() if run is not None:
                 run.receive(name, key, item)
             case Failure() if not item.is_lost and name not in self._ready:
                 self._refuse(name, item)

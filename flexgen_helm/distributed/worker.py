@@ -80,7 +80,8 @@ class UnitRecord:
     record: Mapping[str, Any]
 
 
-# What has happened at a worker since its last report: by their index results of its unit, and of each kind of other
+# What has happened at a worker since its last report: by their index results of its unit, by index, completion and
+# step the tokens that were drawn of others, and of each kind of other
 # news (`Progress`, `ProgressPhase`, `WorkerIdentity`, `UnitRecord`, `Failure`) the newest, because a download reports
 # a thousand stages; messages by their text. Empty ones say that the process lives.
 Report = Mapping[Any, Any]
@@ -141,6 +142,7 @@ class Worker:
                         requests,
                         on_result=lambda index, result: news.put((index, result)),
                         should_stop=stop.is_set,
+                        on_drawn=lambda index, completion, step, drawn: news.put(((index, completion, step), drawn)),
                         progress=lambda progress: news.put((Progress, progress)),
                     )
                     news.put((UnitRecord, UnitRecord(dict(self._engine.last_run))))

@@ -31,7 +31,7 @@ from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
 from flexgen_helm.engine.proof import compare_kernels, require_batch_invariance, require_proof
-from flexgen_helm.engine.run import OnResult, ResultCollector, Run, finish
+from flexgen_helm.engine.run import OnDrawn, OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
@@ -240,6 +240,7 @@ class Engine:
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
         observer: Observer | None = None,
+        on_drawn: OnDrawn | None = None,
     ) -> list[GenerationResult]:
         """Answer requests; return results in the same order. A bad request fails alone, in its `error`.
 
@@ -249,6 +250,8 @@ class Engine:
             stay valid.
         progress: called after every batch, and up to ten times a second between.
         observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden states.
+        on_drawn: called with index of the request, completion, step and token when one is drawn; a run whose
+            requests have these tokens in `drawn` goes on from there.
 
         Raises `UsageError` for an observer where other processes have a part of the model.
         One run at a time: a second thread waits.
@@ -267,7 +270,8 @@ class Engine:
                     "take one process"
                 )
             with exact_products(), self._pipeline.command("run", self.number, tuple(requests)):
-                return self._answer(requests, on_result, should_stop, progress, observer)
+                answers = ResultCollector(len(requests), on_result, self._reporter(progress), on_drawn)
+                return self._answer(requests, answers, should_stop, observer)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
         """Return of each (context, continuation) the log-probability of the continuation and whether it is greedy.
@@ -285,9 +289,8 @@ class Engine:
     def _answer(
         self,
         requests: Sequence[GenerationRequest],
-        on_result: OnResult | None,
+        answers: ResultCollector,
         should_stop: Callable[[], bool] | None,
-        progress: Callable[[Progress], None] | None,
         observer: Observer | None,
     ) -> list[GenerationResult]:
         """Prepare and plan the requests, compute them, and record what it took."""
@@ -298,6 +301,8 @@ class Engine:
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
         distinct, pipeline = prepared.distinct, self._pipeline
+        for request in distinct:
+            request.resume(self._model.eos_ids)
         size = run_size(distinct, self.prefix_cost, self._planner.searches, self.cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
         plan = pipeline.plan(partial(self._planner.plan, size, free))
@@ -305,7 +310,7 @@ class Engine:
         lanes, limits = [distinct], plan.limits
         if not pipeline.is_whole:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
-        answers = ResultCollector(len(requests), on_result, self._reporter(progress))
+        answers.began = time.perf_counter()
         with self._stores(plan) as (cache, activations):
             executor = Executor(self._model, cache, activations, observer, plan.expert_tokens)
             try:
@@ -320,7 +325,13 @@ class Engine:
                 pipeline.fail(error)
                 raise
         seconds = time.perf_counter() - began
-        self.last_run = run_record(self.identity, plan, self._tiers, [result.cost for result in results], seconds)
+        costs = [result.cost for result in results]
+        for request in distinct:  # earlier runs have drawn these
+            for index in request.indices if request.num_resumed else ():
+                drawn = sum(completion.num_drawn for completion in request.completions)
+                new = costs[index].output_tokens * (drawn - request.num_resumed) // drawn
+                costs[index] = replace(costs[index], output_tokens=new, padded_output_tokens=float(new))
+        self.last_run = run_record(self.identity, plan, self._tiers, costs, seconds)
         self.last_run |= {
             "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
             "halvings": sum(run.halvings for run in runs),
@@ -337,9 +348,9 @@ class Engine:
         rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
         self.last_run |= pipeline.record(len(runs), rank)
         if distinct:
-            drawn = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
+            workload = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
-            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole)
+            prediction = self._planner.learn(plan, workload, at_once, self.last_run, is_whole=pipeline.is_whole)
             if prediction is not None:
                 add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
         return results

@@ -39,9 +39,9 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import UNLIMITED, Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
-from flexgen_helm.request import TopLogprobs
+from flexgen_helm.request import DrawnToken, TopLogprobs
 from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
-from flexgen_helm.scheduling.sequence import Batch, DrawnToken, SamplingParams, Sequence
+from flexgen_helm.scheduling.sequence import Batch, SamplingParams, Sequence
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24

@@ -14,7 +14,8 @@ from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.request import GenerationResult, Progress
+from flexgen_helm.request import DrawnToken, GenerationResult, Progress
+from flexgen_helm.response_cache import KEEP_EVERY_S
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items
@@ -30,6 +31,7 @@ from flexgen_helm.scheduling.sequence import (
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 
 OnResult = Callable[[int, GenerationResult], None]
+OnDrawn = Callable[[int, int, int, DrawnToken], None]
 # Seconds between two reports of progress in the middle of a batch.
 _REPORT_EVERY_S = 0.1
 
@@ -38,14 +40,19 @@ class ResultCollector:
     """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
 
     def __init__(
-        self, num_requests: int, on_result: OnResult | None, progress: Callable[[Progress], None] | None
+        self,
+        num_requests: int,
+        on_result: OnResult | None,
+        progress: Callable[[Progress], None] | None,
+        on_drawn: OnDrawn | None = None,
     ) -> None:
         self._results: list[GenerationResult | None] = [None] * num_requests
-        self._on_result, self._progress = on_result, progress
-        self._began = time.perf_counter()
+        self._on_result, self._progress, self._on_drawn = on_result, progress, on_drawn
+        self.began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
+        self._pass_began = self._longest_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
     def deliver(self, index: int, result: GenerationResult) -> None:
@@ -53,6 +60,24 @@ class ResultCollector:
         self._num_finished += 1
         if self._on_result is not None:
             self._on_result(index, result)
+
+    def begin_pass(self) -> None:
+        """Note what is computed again if the run ends in this pass."""
+        now = time.perf_counter()
+        self._longest_pass_s = max(self._longest_pass_s, now - (self._pass_began or now))
+        self._pass_began = now
+        self._restart_s = sum(run.restart_s for run in self.runs)
+
+    def _stop_s(self, now: float) -> float:
+        if self._on_drawn is None:
+            return 0.0
+        return KEEP_EVERY_S + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
+
+    def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
+        """Report a token of a request that has not ended."""
+        if self._on_drawn is not None:
+            for index in request.indices:
+                self._on_drawn(index, completion, step, drawn)
 
     def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests."""
@@ -70,7 +95,8 @@ class ResultCollector:
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
         done = self._num_finished, len(self._results)
-        self._progress(Progress(tokens, round(total), *done, now - self._began, {}, *self.at))
+        elapsed_s, stop_s = now - self.began, self._stop_s(now)
+        self._progress(Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s))
 
 
 class Run:
@@ -112,6 +138,11 @@ class Run:
         return self._scheduler.num_preempted
 
     @property
+    def restart_s(self) -> float:
+        """Seconds that the prompts of what is under way take when an interrupted run goes on."""
+        return sum(request.restart_s for request in {sequence.request for sequence in self._scheduler.running})
+
+    @property
     def computed_tokens(self) -> float:
         """Tokens computed so far; of a batch between two stages, the share that has been computed."""
         begun = sum(batch.num_tokens * (items - 1) for batch, items in self._items_begun.items())
@@ -130,6 +161,7 @@ class Run:
         at_once = sum(item.sequence.kind is not SequenceKind.SHARED_PREFIX for b in batches for item in b.scheduled)
         self.most_at_once = max(self.most_at_once, at_once)
         self.goes_on = self._scheduler.another_pass_follows(batches)
+        self._answers.begin_pass()
         self._pass(batches, self.goes_on or another_lane, should_stop)
         return True
 
@@ -146,7 +178,7 @@ class Run:
         computed = []
         for request in requests:
             scores = request.request.echo_logprobs and len(request.tokens) > 1
-            if request.request.max_tokens or scores:
+            if request.unfinished or scores:
                 computed.append(request)
             else:
                 self._finish(request)
@@ -211,7 +243,7 @@ class Run:
                 self._finish(request)
                 continue
             waiting += prompts
-            self.saved_tokens += (request.num_completions - len(prompts)) * len(request.tokens)
+            self.saved_tokens += (max(1, len(request.unfinished)) - len(prompts)) * len(request.tokens)
             num_readers += len(prompts)
         return num_readers
 
@@ -343,12 +375,15 @@ class Run:
         for offset, drawn in enumerate(output.drawn):
             index = sequence.first_completion + offset
             completion = request.completions[index]
+            step = completion.num_drawn
             self._lengths.count_token(request.length_group)
             if not completion.push(drawn, self._executor.model.eos_ids):
                 alive.append((index, drawn.token))
                 request.error = request.error or token_refusal([drawn.token], self._config)
             elif completion.finish_reason != "length":
                 self._lengths.count_end(request.length_group)
+            if request.error is None:
+                self._answers.note(request, index, step, drawn)
         if sequence.is_shared:
             self._branch(sequence, alive)
         elif alive:

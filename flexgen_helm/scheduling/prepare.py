@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import index
 
 from flexgen_helm.errors import ContextLengthError, RequestError
@@ -84,9 +84,12 @@ def shared_prefixes(
     prompts, numbers = [], []
     for number, request in enumerate(requests):
         asked = request.request
-        fed = request.tokens if asked.max_tokens else request.tokens[:-1]  # nothing follows: the last one is not fed
+        unfinished = len(request.unfinished)
+        fed = request.tokens if unfinished else request.tokens[:-1]  # nothing follows: the last one is not fed
         prompt = Prompt(fed, asked.echo_logprobs, max(0, asked.max_tokens - 1))
-        count = request.num_completions if by_completion and asked.max_tokens > 1 else 1
+        # Completions that were interrupted are prompts of their own.
+        apart = request.num_resumed or (by_completion and asked.max_tokens > 1)
+        count = max(1, unfinished) if apart else 1
         prompts += [prompt] * count
         numbers += [number] * count
     return plan_prefixes(prompts, cost, numbers)
@@ -99,7 +102,7 @@ def run_size(
     decoded = [request for request in requests if request.request.max_tokens > 1]
     return RunSize(
         max(map(_positions, requests), default=1),
-        sum(max(len(request.tokens), request.num_completions) for request in requests),
+        sum(max(len(request.tokens), request.num_completions) + request.num_resumed for request in requests),
         max((request.length_group or 0 for request in requests), default=0),
         max(map(_positions, decoded), default=0),
         max((request.request.max_tokens - 1 for request in decoded), default=0),
@@ -122,9 +125,9 @@ def planned_workload(
     with_prefixes: count shared prefixes, which takes as long as planning them.
     """
     lengths = [
-        (max(1, len(request.tokens)), _expected_output(request))
+        (max(1, len(request.tokens) + resumed), _expected_output(request, resumed))
         for request in requests
-        for _ in range(request.num_completions)
+        for resumed in [completion.num_resumed for completion in request.completions] or [0]
     ]
     if not lengths:
         return None
@@ -142,9 +145,9 @@ def planned_workload(
 def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Workload:
     """Return the lengths that all sequences came to; saved_tokens: prompt tokens that were not computed."""
     lengths = [
-        (max(1, len(request.tokens)), max(1, drawn))
+        (max(1, len(request.tokens) + resumed), max(1, drawn - resumed))
         for request in requests
-        for drawn in [completion.num_drawn for completion in request.completions] or [0]
+        for drawn, resumed in [(c.num_drawn, c.num_resumed) for c in request.completions] or [(0, 0)]
     ]
     return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
 
@@ -164,7 +167,7 @@ def make_sequences(
     """Return the sequences of one request behind its shared prefixes.
 
     Several completions continue one prompt's cache. Those that do not fit at once are split over several sequences
-    of the prompt, each of which computes it anew.
+    of the prompt, each of which computes it anew. One that was interrupted has its tokens behind the prompt.
 
     shares_prompts: whether a sequence can attend to all of another's cache; if not, each completion computes the
         prompt.
@@ -175,31 +178,32 @@ def make_sequences(
     steps, completions = max(0, asked.max_tokens - 1), request.num_completions
     at_once = _completions_at_once(request, len(prefixes), limits, shares_prompts)
     branches = at_once > 1
-    if steps:
-        draws = [(first, min(at_once, completions - first)) for first in range(0, completions, at_once)]
+    if steps or request.num_resumed:
+        draws = [(first, min(at_once, completions - first)) for first in request.unfinished[::at_once]]
     else:
-        draws = [(0, completions if asked.max_tokens else 0)]
+        draws = [(0, completions)] if asked.max_tokens else []
+    known = [request.completions[first].ids for first, _ in draws]
     prompts = [
         Sequence(
             SequenceKind.PROMPT,
             (request,),
-            list(tokens),
-            len(tokens),
+            [*tokens, *drawn],
+            len(tokens) + len(drawn),
             start,
             prefixes,
             # 1 where it branches: the last token is fed, but what follows it lives in the continuations.
-            max_new_tokens=1 if branches else asked.max_tokens,
+            max_new_tokens=1 if branches else num_draws and asked.max_tokens - len(drawn),
             num_draws=num_draws,
             first_completion=first,
             num_continuations=num_draws if branches else 0,
             continuation_tokens=steps if branches else 0,
-            needs_cache=asked.max_tokens > 1,
-            needs_scores=asked.echo_logprobs and first == 0,
-            needs_greedy=asked.echo_greedy and first == 0,
+            needs_cache=num_draws > 0 and asked.max_tokens - len(drawn) > 1,
+            needs_scores=asked.echo_logprobs and number == 0,
+            needs_greedy=asked.echo_greedy and number == 0,
             num_top=asked.top_logprobs,
             length_group=request.length_group,
         )
-        for first, num_draws in draws
+        for number, ((first, num_draws), drawn) in enumerate(zip(draws, known) if draws else [((0, 0), [])])
     ]
     request.num_sequences += len(prompts)
     if asked.echo_logprobs:
@@ -220,15 +224,15 @@ def _completions_at_once(request: Request, num_prefixes: int, limits: SchedulerL
             f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {room}; "
             "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
         )
-    if completions == 1 or not steps or not shares_prompts:
+    if completions == 1 or not steps or not shares_prompts or request.num_resumed:
         return 1
     reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
     have_room = 1 + (room - needed - limits.slot_overhead) // reserved
     return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_states - slots))
 
 
-def _expected_output(request: Request) -> int:
-    most, group = max(1, request.request.max_tokens), request.length_group
+def _expected_output(request: Request, num_resumed: int = 0) -> int:
+    most, group = max(1, request.request.max_tokens - num_resumed), request.length_group
     return most if (group or 0) <= LONG_ANSWER_TOKENS else round(AnswerLengths().expected_tokens(group, most))
 
 
@@ -297,7 +301,8 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
         raise RequestError(
             f"top_logprobs is {request.request.top_logprobs}; the vocabulary has {config.vocab_size} tokens"
         )
-    for token in tokens:
+    drawn = (token for completion in request.request.drawn for token, *_ in completion)
+    for token in chain(tokens, drawn):
         if not 0 <= token < config.vocab_size:
             raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
     if (refusal := token_refusal(tokens, config)) is not None:
@@ -320,7 +325,8 @@ def _identity(request: Request) -> tuple[object, ...]:
     asked = request.request
     if not asked.temperature:
         asked = replace(asked, top_p=1.0, seed=0)
-    known = replace(asked, prompt=None, messages=None, prompt_token_ids=tuple(request.tokens), stop=tuple(asked.stop))
+    ids, stop = tuple(request.tokens), tuple(asked.stop)
+    known = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
     return known, request.num_context
 
 

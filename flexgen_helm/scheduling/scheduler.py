@@ -199,6 +199,11 @@ class Scheduler:
         self.num_preempted = 0
 
     @property
+    def running(self) -> list[Sequence]:
+        """Sequences that decode or branch off, without shared prefixes."""
+        return [*self._running, *self._reserved]
+
+    @property
     def num_running(self) -> int:
         """Sequences with a cache, without shared prefixes."""
         return sum(len(block.sequences) for block in self._blocks if not _is_prefix(block.sequences[0]))
@@ -211,7 +216,7 @@ class Scheduler:
     def expected_tokens(self) -> float:
         """Return how many more tokens are expected to pass through the model."""
         answers = self._waiting_answers.copy()
-        for sequence in (*self._running, *self._reserved):
+        for sequence in self.running:
             answers.update(_answers(sequence))
         expected = self._lengths.expected_tokens
         return self._waiting_prompts + sum(count * expected(*answer) for answer, count in answers.items())

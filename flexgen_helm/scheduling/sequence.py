@@ -14,13 +14,21 @@ import hashlib
 from collections import Counter, abc
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult, TopLogprobs
+from flexgen_helm.request import (
+    Completion,
+    Cost,
+    DrawnToken,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    TopLogprobs,
+)
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
@@ -57,16 +65,12 @@ def draw_key(seed: int, completion: int, step: int) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-class DrawnToken(NamedTuple):
-    """A token that was drawn; top: the most probable ones, where they are wanted."""
-
-    token: int
-    logprob: float
-    top: TopLogprobs = ()
-
-
 class CompletionState:
-    """One completion that grows token by token."""
+    """One completion that grows token by token.
+
+    ids: its tokens so far, without EOS.
+    num_resumed: tokens that an earlier run has drawn.
+    """
 
     def __init__(self, request: GenerationRequest, index: int, token_bytes: Callable[[int], bytes] | None) -> None:
         """Begin with no tokens.
@@ -83,7 +87,19 @@ class CompletionState:
         self._forced_from: int | None = None  # the draw from which on the end of thinking is forced
         self._matcher = StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
         self.finish_reason: FinishReason | None = None
-        self.num_drawn = 0
+        self.num_drawn = self.num_resumed = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids
+
+    def resume(self, drawn: Iterable[DrawnToken], eos_ids: Collection[int]) -> None:
+        """Take the tokens that an earlier run has drawn."""
+        for token in drawn:
+            if self.finish_reason is None:
+                self._forced()  # notes where the end of thinking began
+                self.push(token, eos_ids)
+        self.num_resumed = self.num_drawn
 
     def next_sampling(self, prompt: abc.Sequence[int] = ()) -> SamplingParams:
         """Return how the next token is drawn behind a prompt."""
@@ -167,6 +183,27 @@ class Request:
         self.error: Exception | None = None
         self._prompt_tokens_computed = self._flops = self._prefill_s = self._decode_s = 0.0
         self._batch_size = 1
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the completions that have not ended."""
+        return [i for i, completion in enumerate(self.completions) if completion.finish_reason is None]
+
+    @property
+    def num_resumed(self) -> int:
+        """Tokens that an earlier run has drawn."""
+        return sum(completion.num_resumed for completion in self.completions)
+
+    @property
+    def restart_s(self) -> float:
+        """Seconds that its prompt, and what was drawn behind it, take when an interrupted run goes on."""
+        drawn = sum(completion.num_drawn for completion in self.completions)
+        return self._prefill_s * (1 + drawn / max(1, len(self.tokens)))
+
+    def resume(self, eos_ids: Collection[int]) -> None:
+        """Take what an earlier run has drawn."""
+        for completion, drawn in zip(self.completions, self.request.drawn):
+            completion.resume(drawn, eos_ids)
 
     def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
         """Add the request's share of one batch."""

@@ -7,7 +7,8 @@ A harness may ask from many threads, one request per thread, as HELM does. The s
     respond(model, request)    what a client calls: wait for one result, submitted before or not
 
 Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests are computed once.
-Results are stored in the response cache as they finish, so an interrupted run repeats only the last few.
+Results are stored in the response cache as they finish, and tokens as they are drawn, so an interrupted run repeats
+only the last few.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import FlexgenError, Interrupted
-from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.files import count
+from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
@@ -450,9 +452,23 @@ class Service:
         def should_stop() -> bool:
             return self._interrupted.is_set() or not any(job.num_users for job in list(pending.values()) or jobs)
 
+        def on_drawn(index: int, *drawn: Any) -> None:
+            if (job := pending.get(index)) is not None and job.use_cache:
+                writer.draw(job.request.key, *drawn)
+
+        known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
+        if known:
+            tokens = sum(len(completion) for of in known.values() for completion in of)
+            what = f"{count(tokens, 'drawn token')} of {count(len(known), 'answer')}"
+            report(Message(f"goes on behind {what} of an earlier run", is_warning=False))
         try:
-            requests = [job.request.request for job in jobs]
-            results = engine.run(requests, on_result=on_result, should_stop=should_stop)
+            requests = [
+                replace(job.request.request, drawn=known[job.request.key])
+                if job.request.key in known
+                else job.request.request
+                for job in jobs
+            ]
+            results = engine.run(requests, on_result=on_result, should_stop=should_stop, on_drawn=on_drawn)
             for index, result in enumerate(results):
                 on_result(index, result)
             key = jobs[0].model.engine_key

@@ -96,4 +96,5 @@ def test_an_interruption_says_how_to_go_on(monkeypatch, capsys):
 
     monkeypatch.setattr("flexgen_helm.harnesses.lm_eval.run_command", interrupted)
     assert cli.main(["lm-eval", "--tasks", LAST_WORD]) == 130
-    assert "the same command computes the rest" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "finished answers are stored" in said and f"Go on with:\n  flexgen-helm lm-eval --tasks {LAST_WORD}" in said

@@ -37,6 +37,7 @@ def test_the_table_says_what_lives_where_and_why():
     for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the ", "matrix products"):
         assert words in done.stdout
     assert "schedule zigzag" in done.stdout and "Prompts that begin alike are not counted here" in done.stdout
+    assert "When it is interrupted: a stop costs at most" in done.stdout
     assert "opt-30b on a100: 500 prompts of 512 tokens, 32 generated tokens each" in done.stdout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
 
@@ -133,6 +134,27 @@ def test_an_interruption_keeps_what_is_finished(model):
         )
     assert 5 < len(answered) < 400
     assert all(result.error is None for result in cluster.run(requests_of(10)))  # the workers are idle again
+    cluster.close()
+
+
+def test_a_run_goes_on_behind_the_tokens_that_workers_have_reported(model):
+    requests = [dataclasses.replace(request, ignore_eos=True) for request in requests_of(40, max_tokens=40)]
+    drawn, later = defaultdict(list), []
+    with Engine.from_config(model.path, model.config) as engine:
+        expected = [result.completions[0].token_ids for result in engine.run(requests)]
+    cluster, _ = start(model)
+    with pytest.raises(Interrupted):
+        cluster.run(
+            requests,
+            should_stop=lambda: sum(map(len, drawn.values())) > 200,
+            on_drawn=lambda index, completion, step, token: drawn[index].append((step, token)),
+        )
+    known = {index: [token for _, token in of] for index, of in drawn.items()}
+    assert all([step for step, _ in of] == [*range(len(of))] for of in drawn.values())
+    again = [dataclasses.replace(request, drawn=[known.get(i, [])]) for i, request in enumerate(requests)]
+    results = cluster.run(again, on_drawn=lambda *token: later.append(token))
+    assert [result.completions[0].token_ids for result in results] == expected
+    assert len(later) == sum(map(len, expected)) - sum(map(len, known.values()))
     cluster.close()
 
 

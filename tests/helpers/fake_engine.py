@@ -136,6 +136,7 @@ class FakeEngine:
         on_result: Callable[[int, GenerationResult], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Any], None] | None = None,
+        on_drawn: Callable[..., None] | None = None,
     ) -> list[GenerationResult]:
         assert not self.closed
         self.runs.append(list(requests))

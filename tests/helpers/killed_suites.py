@@ -39,6 +39,7 @@ class Order:
 
     folder: its working folder, with home, log and results.
     model: the folder with pickled weights.
+    command: of flexgen-helm; None for the suite.
     at: the step at which it is ended, counted from 0; None for the end.
     name: of the steps that are counted; '' for all.
     after_s: seconds after which it is ended, whatever it does; None for never.
@@ -47,12 +48,14 @@ class Order:
     converts: whether the command `convert` comes first.
     options: further flags of the suite. blocks: after which `run --until` ends.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
+    pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c; None leaves calls
         as they are. Those of the suite's folders are in the file `calls` if the process was given `library`.
     """
 
     folder: str
     model: str
+    command: list[str] | None = None
     at: int | None = None
     name: str = ""
     after_s: float | None = None
@@ -64,17 +67,24 @@ class Order:
     blocks: int | None = None
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
+    pass_s: float = 0.0
+    keep_every_s: float = 10.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: its exit code or minus its signal, the seconds since its signal, and its steps by name."""
+    """How a process ended: its exit code or minus its signal, the seconds since its signal, and its steps by name.
+
+    computed, drawn: keys of answers, and of their tokens with the completion, the step and the time.
+    """
 
     code: int
     seconds_after_signal: float
     steps: list[str]
     computed: list[str]
     output: str
+    drawn: list[str] = field(default_factory=list)
+    signalled: float = 0.0
 
 
 def pickled_model(folder: Path) -> Path:
@@ -147,7 +157,7 @@ def _serve() -> None:
 
 def _run(order: Order) -> Outcome:
     folder = Path(order.folder)
-    for name in ("steps", "computed", "output", "signalled", "calls"):
+    for name in ("steps", "computed", "drawn", "output", "signalled", "calls"):
         (folder / name).unlink(missing_ok=True)
     child = os.fork()
     if not child:
@@ -164,7 +174,10 @@ def _run(order: Order) -> Outcome:
 
     since = ended - float(read("signalled") or ended)
     code = os.waitstatus_to_exitcode(status)
-    return Outcome(code, since, read("steps").split(), read("computed").split(), read("output"))
+    return Outcome(
+        code, since, read("steps").split(), read("computed").split(), read("output"), read("drawn").splitlines(),
+        float(read("signalled") or ended),
+    )  # fmt: skip
 
 
 def _be_suite(order: Order, folder: Path) -> None:
@@ -191,8 +204,11 @@ def _be_suite(order: Order, folder: Path) -> None:
             limit_blocks(order.blocks)
         from flexgen_helm import cli
 
+        sys.argv = ["flexgen-helm", *(order.command or ["run"])]
         code = cli.main(["convert", order.model]) if order.converts else 0
-        if code == 0:
+        if order.command is not None:
+            code = cli.main(order.command)
+        elif code == 0:
             arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", *order.options]
             arguments += ["--batch-invariant"] * order.batch_invariant
             code = cli.main(["run", *arguments])
@@ -225,7 +241,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.engine import executor
 
     count = 0
-    steps, computed = ((folder / name).open("a", buffering=1) for name in ("steps", "computed"))
+    steps, computed, drawn = ((folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn"))
 
     def step(name: str) -> None:
         nonlocal count
@@ -269,6 +285,23 @@ def _install_steps(order: Order, folder: Path) -> None:
         add(self, key, result)
 
     response_cache.ResponseWriter.add = noted  # type: ignore[method-assign]
+    draw: Callable[..., None] = response_cache.ResponseWriter.draw
+
+    def noted_token(self: Any, *token: Any) -> None:
+        print(*token[:3], time.time(), file=drawn)
+        step("draw")
+        draw(self, *token)
+
+    response_cache.ResponseWriter.draw = noted_token  # type: ignore[method-assign]
+    response_cache.KEEP_EVERY_S = order.keep_every_s
+    if order.pass_s:
+        run = executor.Executor.run
+
+        def slow(*args: Any) -> None:
+            time.sleep(order.pass_s)
+            run(*args)
+
+        executor.Executor.run = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

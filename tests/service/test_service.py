@@ -18,7 +18,7 @@ import pytest
 from flexgen_helm.concurrency import stop_point, stopped_by
 from flexgen_helm.engine.engine import Engine
 from flexgen_helm.errors import Interrupted, NumericalError
-from flexgen_helm.request import GenerationRequest, ThinkingFormat
+from flexgen_helm.request import DrawnToken, GenerationRequest, ThinkingFormat
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader
@@ -40,13 +40,15 @@ CHANGES: dict[str, Any] = dict(
 
 
 def test_a_key_knows_every_field_of_a_request() -> None:
-    assert set(CHANGES) == {field.name for field in fields(GenerationRequest)}
+    # What was drawn of an answer does not change it.
+    assert {*CHANGES, "drawn"} == {field.name for field in fields(GenerationRequest)}
     plain = GenerationRequest(prompt_token_ids=(1,))
     changed = [replace(plain, **{name: value}) for name, value in CHANGES.items()]
     changed += [replace(request, messages=[{"role": "user", "content": "b"}]) for request in changed[:1]]
     changed += [GenerationRequest(**{name: []}) for name in ("messages", "prompt_token_ids")]
     changed += [GenerationRequest(prompt="")]
     keys = [request_key(request) for request in (plain, *changed)]
+    assert request_key(replace(plain, drawn=[[DrawnToken(1, -0.5)]])) == keys[0]
     assert len(set(keys)) == len(keys)
     assert request_key(plain) == request_key(replace(plain, prompt_token_ids=[1]))
     array = replace(plain, prompt_token_ids=np.array([1]), max_tokens=np.int64(16), temperature=np.float32(0))

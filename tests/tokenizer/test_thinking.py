@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat, ThinkingMarks
-from flexgen_helm.scheduling.sequence import CompletionState, DrawnToken
+from flexgen_helm.request import Completion, DrawnToken, GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.scheduling.sequence import CompletionState
 from flexgen_helm.tokenizer.thinking import is_unfinished, split_thinking
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 

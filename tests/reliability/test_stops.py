@@ -1,0 +1,138 @@
+"""Commands that are stopped while all their answers are under way: what was drawn is not drawn again.
+
+The runs are real; passes are slowed down, so that most of a run's time is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections import Counter
+
+import pytest
+
+from tests.helpers.killed_suites import Outcome, Suites
+from tests.helpers.shares import share
+from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+PASS_S, KEEP_S, TOKENS = 0.05, 0.25, 60
+# Seconds beside: a transaction, and a machine that does something else.
+SLACK_S = 0.5
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+BATCH = ["batch", "in.jsonl", "-o", "out.jsonl", "--model", "tiny", "--batch-invariant"]
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stops")
+    save_random(folder / "model", llama_config(max_position_embeddings=2000), seed=1)
+    save_tokenizer(folder / "model")
+    with Suites(folder, folder / "model") as suites:
+        yield suites
+
+
+def requests(seed: int) -> str:
+    draw = random.Random(seed)
+    bodies = [
+        {"prompt": f"Tell me about {draw.randrange(10**6)}", "max_tokens": TOKENS, "seed": number,
+         "temperature": number % 2, "n": 1 + 2 * (number % 4 == 1), "logprobs": number % 3, "echo": number == 5}
+        for number in range(8)
+    ]  # fmt: skip
+    lines = ({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+class Stops:
+    """A command that is stopped and started again in one folder, beside a run of it without a stop."""
+
+    def __init__(self, suites: Suites, name: str) -> None:
+        self.suites, self.name, self.folder = suites, name, suites.folder / name
+        self.folder.mkdir()
+        (self.folder / "in.jsonl").write_text(requests(1))
+        self.outcomes: list[Outcome] = []
+
+    def start(self, **order) -> Outcome:
+        options = {"command": BATCH, "converts": False, "pass_s": PASS_S, "keep_every_s": KEEP_S, **order}
+        self.outcomes.append(self.suites.run(self.name, **options))
+        return self.outcomes[-1]
+
+    def answers(self) -> list[str]:
+        lines = map(json.loads, (self.folder / "out.jsonl").read_text().splitlines())
+        return [json.dumps({**line["response"]["body"], "id": "", "created": 0}) for line in lines]
+
+    def drawn_again(self) -> list[tuple[float, str]]:
+        """The tokens that were drawn more than once, with the seconds from then to their run's stop."""
+        later = Counter(token for outcome in self.outcomes for token in tokens(outcome))
+        found = []
+        for outcome in self.outcomes:
+            later.subtract(tokens(outcome).keys())
+            found += [(outcome.signalled - at, token) for token, at in tokens(outcome).items() if later[token]]
+        return found
+
+
+def tokens(outcome: Outcome) -> dict[str, float]:
+    """The tokens of a run (key, completion and step), and when each was drawn."""
+    words = [line.rpartition(" ") for line in outcome.drawn if line.count(" ") == 3]
+    return {token: float(at) for token, _, at in words if at.count(".") == 1}
+
+
+@pytest.fixture(scope="module")
+def whole(suites):
+    stops = Stops(suites, "whole")
+    assert stops.start().code == 0, stops.outcomes[-1].output
+    return stops
+
+
+def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], draw: random.Random) -> None:
+    """Stop the command by signals at random moments, each a part of the run further; then let it end."""
+    stops, expected = Stops(suites, name), tokens(whole.outcomes[0])
+    for number in numbers:
+        outcome = stops.start(name="draw", at=draw.randrange(len(expected) // (1 + len(numbers))), number=number)
+        assert outcome.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), outcome.output
+        if number != signal.SIGKILL:
+            assert "Go on with:\n  flexgen-helm batch in.jsonl" in outcome.output
+    assert stops.start().code == 0, stops.outcomes[-1].output
+    assert stops.answers() == whole.answers()
+    assert {token for outcome in stops.outcomes for token in tokens(outcome)} == set(expected)
+    again = stops.drawn_again()
+    assert all(seconds < PASS_S + KEEP_S + SLACK_S for seconds, _ in again), max(again)
+    assert any("goes on behind" in outcome.output for outcome in stops.outcomes[1:])
+    if signal.SIGKILL not in numbers:
+        assert not again  # what is pending is written
+
+
+def test_a_killed_batch_goes_on_behind_its_tokens(suites, whole):
+    stop_and_go_on(suites, whole, "killed", [signal.SIGKILL], random.Random(1))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_loses_no_token(suites, whole, number):
+    stop_and_go_on(suites, whole, signal.Signals(number).name, [number], random.Random(2))
+
+
+def test_without_keeping_all_is_drawn_again(suites, whole):
+    """The guard's inverse."""
+    stops = Stops(suites, "unkept")
+    stops.start(name="draw", at=200, number=signal.SIGKILL, keep_every_s=1e6)
+    assert stops.start().code == 0
+    assert len(stops.drawn_again()) == len(tokens(stops.outcomes[0])) == 201
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", share(range(10), 5))
+def test_stopped_at_thirty_random_moments(suites, whole, number):
+    draw = random.Random(number)
+    stop_and_go_on(suites, whole, f"random-{number}", draw.choices(SIGNALS, k=3), draw)
+
+
+def test_another_precision_goes_on_behind_nothing(suites):
+    """Its answers are others."""
+    stops, apart = Stops(suites, "precisions"), Stops(suites, "apart")
+    stops.start(name="draw", at=200, number=signal.SIGTERM)
+    for one in (stops, apart):
+        assert one.start(command=[*BATCH, "--precision", "8bit"]).code == 0, one.outcomes[-1].output
+        assert "goes on behind" not in one.outcomes[-1].output
+    assert stops.answers() == apart.answers()
+    assert stops.start().code == 0 and "goes on behind" in stops.outcomes[-1].output
