@@ -8,10 +8,10 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
 from flexgen_helm.errors import Interrupted, UsageError
@@ -71,6 +71,7 @@ def computed_ahead(
 ) -> Iterator[R]:
     """Yield function(item) of each item in order; threads, one a core at most, compute the next ones meanwhile.
 
+    function: must not compute ahead itself.
     most_threads: at most so many results, and one more, wait unread.
     begin: is called by each of these threads first.
     """
@@ -78,18 +79,25 @@ def computed_ahead(
     if threads < 2:
         yield from map(function, items)
         return
-    with ThreadPoolExecutor(threads, "ahead", begin) as pool:
-        waiting: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
+    pool, waiting = _pool(threads, begin), deque[Future[R]]()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > threads:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        wait([future for future in waiting if not future.cancel()])
+
+
+@cache
+def _pool(threads: int, begin: Callable[[], object] | None) -> ThreadPoolExecutor:
+    """Kept, because a model has hundreds of matrices, and starting threads takes as long as reading one."""
+    return ThreadPoolExecutor(threads, "ahead", begin)
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # where no thread of them is
 
 
 class single_flight(Generic[P, R]):

@@ -1,7 +1,9 @@
-"""First use from many threads: one import at a time, one load per key."""
+"""First use from many threads: one import at a time, one load per key; work ahead."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.concurrency import single_flight
+from flexgen_helm.concurrency import computed_ahead, single_flight
 
 THREADS = 32
 # What `transformers` does: the module that others may see unfinished is replaced at the end of its import.
@@ -109,3 +111,20 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again():
     results = call_at_once(load, ["a"] * 8)
     assert len(called) == 1 and {str(error) for error in results} == {"no network"}
     assert load("a") == load("a") == "a" and len(called) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_work_ahead_keeps_its_order_after_an_error_and_in_a_fork():
+    def checked(number: int) -> int:
+        if number == 5:
+            raise ValueError("five")
+        return number
+
+    found = []
+    with pytest.raises(ValueError, match="five"):
+        found.extend(computed_ahead(checked, range(99), 2))
+    assert found == [0, 1, 2, 3, 4]
+    if not (child := os.fork()):  # which has none of the threads
+        signal.alarm(60)
+        os._exit(list(computed_ahead(checked, range(5), 2)) != found)
+    assert os.waitpid(child, 0)[1] == 0

@@ -68,7 +68,12 @@ class SourceFile:
     def read(self, offset: int, size: int, what: str) -> bytearray:
         """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our memory."""
         buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
+        self.read_into(memoryview(buffer), offset, what)
+        return buffer
+
+    def read_into(self, view: memoryview, offset: int, what: str) -> None:
+        """Fill memory with the bytes from `offset` on."""
+        size, done = len(view), 0
         with _explain_os_errors(self.path, f" ({what})"), self.path.open("rb", buffering=0) as file:
             self.require_unchanged(file.fileno(), what)
             file.seek(offset)
@@ -77,7 +82,6 @@ class SourceFile:
                 if not count:
                     raise CheckpointError(f"{self.path} ends {size - done} bytes early in {what}")
                 done += count
-        return buffer
 
     def require_unchanged(self, descriptor: int, what: str) -> None:
         """Raise `CheckpointError` if the file that is open there is not the one that was seen first."""

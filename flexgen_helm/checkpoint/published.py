@@ -24,7 +24,13 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
     def read(file: SourceFile, offset: int, size: int) -> Tensor:
         return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
 
+    plane = published.planes[0]
+    whole = StoredPlane(plane.file, plane.offset, plane.row_bytes, published.fmt.block_bytes)
+
     def fill(start: int, out: Tensor) -> None:
+        if published.planes == (whole,):  # no second copy
+            plane.file.read_into(memoryview(out.view(-1).numpy()), plane.offset + start * plane.row_bytes, title)
+            return
         parts = [StoredRows(range(start, start + len(out)), published.planes)]
         read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
 
 # Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 8
+RESULTS_VERSION = 9
 
 
 def engine_fingerprint(

@@ -59,6 +59,8 @@ def _weights(fmt: BlockFormat, builder: Any, block: Any) -> Iterator[Any]:
         if zeros is not None:
             values = builder.fsub(values, _lane(builder, zeros, group))
         values = builder.fmul(values, _lane(builder, scales, group))
+        if fmt.factor != 1:
+            values = builder.fmul(values, ir.Constant(VECTOR, [fmt.factor] * LANES))
         if offsets is None:
             return values
         return (builder.fsub if fmt.subtracts else builder.fadd)(values, _lane(builder, offsets, group))

@@ -29,7 +29,7 @@ def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
     values = numbers_of(blocks, fmt.codes)
     if fmt.zeros:
         values = values - _product(blocks, fmt.zeros, fmt.block_values)
-    values = values * _product(blocks, fmt.scales, fmt.block_values, fmt.divides)
+    values = values * _product(blocks, fmt.scales, fmt.block_values, fmt.divides) * fmt.factor
     if fmt.offsets:
         offset = _product(blocks, fmt.offsets, fmt.block_values)
         values = values - offset if fmt.subtracts else values + offset
@@ -62,7 +62,7 @@ def largest(packed: Tensor, fmt: BlockFormat) -> float:
         else 0.0
         for factors, is_divided in ((fmt.scales, fmt.divides), (fmt.offsets, False), (fmt.zeros, False))
     )
-    return (_largest_code(fmt) + zero) * scale + offset
+    return (_largest_code(fmt) + zero) * scale * fmt.factor + offset
 
 
 @cache

@@ -123,7 +123,7 @@ class Numbers:
 class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
-        value[i] = (code[i] - zero[i]) scale[i] + offset[i]        in float32, rounded after each operation
+        value[i] = (code[i] - zero[i]) scale[i] factor + offset[i]     in float32, rounded after each operation
 
     name: what files call it.
     block_values, block_bytes: of a block.
@@ -133,6 +133,7 @@ class BlockFormat:
     subtracts: the offset is subtracted.
     zeros: of the zero points, one for each scale; 0 where there are none.
     divides: the second factor of the scale is divided by the first.
+    factor: of all values.
     """
 
     name: str
@@ -144,6 +145,7 @@ class BlockFormat:
     subtracts: bool = False
     zeros: tuple[Numbers, ...] = ()
     divides: bool = False
+    factor: float = 1.0
     axis: ClassVar[Axis] = "in"
     stripe_rows: ClassVar[int] = 1
 
@@ -320,7 +322,7 @@ def scaled_format(
     width, shared: values of a row, and neighbouring ones with the same scale.
     has_zero: a byte behind each scale is where I8 and U codes count from.
     is_divided: a float32 before the scale divides it.
-    factor: of all scales.
+    factor: of all values.
     """
     values = math.gcd(_MOST_VALUES, width, shared)
     if values == shared < _FEWEST_VALUES:  # a block has several scales
@@ -335,8 +337,6 @@ def scaled_format(
         scales = (_float(scale, at, size, parts),)
     if is_divided:
         scales = (_float("F32", 0, 4), *scales)
-    if factor != 1:  # no bits name it
-        scales = (*scales, Numbers((Bits(0, (0,), (0,)),), table=(factor,)))
     at += parts * size
     zeros = (Numbers((_bits(parts, at, 8, parts),), signed=codes == "I8"),) if has_zero else ()
     numbers = _codes(codes, values, at + has_zero * parts, has_zero, table)
@@ -345,9 +345,8 @@ def scaled_format(
         return None
     name = f"{codes} {scale} {shared if parts > 1 else values}" + " zero" * has_zero
     name += f" x {factor:.3g}" * (factor != 1)
-    return BlockFormat(
-        name, values, at + has_zero * parts + bits // 8, numbers, scales, zeros=zeros, divides=is_divided
-    )
+    size = at + has_zero * parts + bits // 8
+    return BlockFormat(name, values, size, numbers, scales, zeros=zeros, divides=is_divided, factor=factor)
 
 
 def _codes(kind: str, count: int, at: int, has_zero: bool, table: tuple[float, ...]) -> Numbers:

@@ -175,6 +175,7 @@ def dequantize_blocks(
     numbers: tl.constexpr,
     parts: tl.constexpr,
     sign: tl.constexpr,
+    factor: tl.constexpr,
 ) -> None:
     """Stored types: some of all `count` blocks, or the last one again; their `parts` have a scale each."""
     size: tl.constexpr = numbers[0][0][1]
@@ -186,6 +187,7 @@ def dequantize_blocks(
     if len(numbers[3]):
         values -= _product(block, layout, numbers, 3)
     values *= _product(block, layout, numbers, 1)
+    values *= factor
     if len(numbers[2]):
         values += sign * _product(block, layout, numbers, 2)
     tl.store(out + number.to(tl.int64)[:, :, None] * size + index, values)
@@ -253,6 +255,7 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
         "numbers": (*(tuple(map(describe, numbers)) for numbers in given), fmt.divides),
         "parts": max(factor.count for factor in fmt.scales + fmt.offsets),
         "sign": -1.0 if fmt.subtracts else 1.0,
+        "factor": fmt.factor,
     }
     return constants, torch.tensor(layout, dtype=torch.int32).to(device)
 

@@ -111,8 +111,7 @@ def write(
         if kind == Kind.F32 or values.ndim == 1 or "gate_inp" in name:
             stored.append((name, values + ("norm" in name), Kind.F32))
         elif folded:
-            data = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-            stored.append((name, data.astype(np.float16).astype(np.float32), Kind.F32))
+            stored.append((name, gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind), Kind.F32))
         else:
             stored.append((name, values, kind))
     changed = {f".{name}": value for name, value in keys.items()}

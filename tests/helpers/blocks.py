@@ -57,7 +57,7 @@ def _scaled_values(blocks: torch.Tensor, code: str, scale: str, _: int, more: st
     if scale == "F8_E4M3":
         size, factors = 12, (read(4, 12, scale) / read(0, 4, "F32")).repeat_interleave(16, 1)
     else:
-        factors = read(0, size, scale) * (1 / 127 if more == "1 / 127" else 1)
+        factors = read(0, size, scale)
     zeros = read(size, size + 1, code) if more == "zero" else 0
     codes = blocks[:, size + (more == "zero") :]
     if code == "FP4":
@@ -69,7 +69,8 @@ def _scaled_values(blocks: torch.Tensor, code: str, scale: str, _: int, more: st
         values = (bits.unflatten(1, (-1, 3)) * torch.tensor([1, 2, 4])).sum(2).float()
     else:
         values = read(size + (more == "zero"), None, code)
-    return (values - zeros) * factors
+    # bitsandbytes: `int8_vectorwise_dequant`
+    return (values - zeros) * factors * (7.874015718698502e-3 if more == "1 / 127" else 1)
 
 
 SCALARS = {

@@ -207,7 +207,7 @@ def mxfp4_packed(rng: np.random.Generator, out: int, into: int) -> Set:
 def bnb_int8(rng: np.random.Generator, out: int, into: int) -> Set:
     codes = torch.from_numpy(rng.integers(-127, 128, (out, into))).to(torch.int8)
     largest = _scales(rng, out, dtype=torch.float32)
-    values = codes.float() * (largest.view(-1, 1) * (1 / 127))
+    values = codes.float() * largest.view(-1, 1) * (1 / 127)
     return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, values
 
 

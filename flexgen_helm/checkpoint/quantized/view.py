@@ -107,7 +107,7 @@ def logical_tensors(
 
 @dataclass(frozen=True)
 class _Scaling:
-    """value[i, j] = (code[i, j] - zero point) * scale[i // block rows, j // block columns] / global scale * factor.
+    """value[i, j] = (code[i, j] - zero point) * (scale[i // block rows, j // block columns] / global scale) * factor.
 
     scale: one for all; one for each of the leading indices or rows; or a grid over the last two dimensions.
     block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
