@@ -122,9 +122,10 @@ def written_whole(path: Path, flag: str) -> Iterator[FileIO]:
         except OSError as error:
             raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
         try:
-            with naming(partial), file:
-                yield file
-                os.fsync(file.fileno())
+            with file:
+                yield file  # whose errors are not all of this file
+                with naming(partial):
+                    os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
             with suppress(OSError):

@@ -171,8 +171,9 @@ def test_what_is_written_replaces_a_file_whole(tmp_path):
         append(file, b"half")
         raise KeyError
     assert path.read_text() == "old\n" and (tmp_path / "a.partial").read_text() == "half"
-    with pytest.raises(KeyError), written_whole(path, "-o"):
-        raise KeyError
+    with pytest.raises(OSError) as caught, written_whole(path, "-o"):
+        raise OSError(5, "Input/output error", "another file")
+    assert caught.value.filename == "another file"
     with written_whole(path, "-o") as file:
         append(file, b"new\n")
         assert path.read_text() == "old\n"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -113,7 +114,10 @@ def verify(
     if manifest is not None and bundle is not None:
         raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
     is_bundle = manifest is not None
-    with nullcontext() if bundle is None else written_whole(bundle, "--bundle") as output:
+    opened: AbstractContextManager[FileIO | None] = nullcontext()
+    if bundle is not None:
+        opened = written_whole(bundle, "--bundle")
+    with opened as output:
         sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
         manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
         try:
