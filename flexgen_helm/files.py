@@ -68,9 +68,9 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def append(file: FileIO, text: str) -> None:
-    """Append a text to an open file and hand it to the system. Raises OSError, which names the file."""
-    left = memoryview(text.encode())
+def append(file: FileIO, content: bytes) -> None:
+    """Append to an open file and hand it to the system. Raises OSError, which names the file."""
+    left = memoryview(content)
     with naming(Path(str(file.name))):
         while left:  # a disk that gets full takes a part
             left = left[file.write(left) :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import math
 import os
 import re
@@ -30,11 +29,6 @@ class InUseError(FlexgenError):
 
     Next: Start the same command again when that process has ended.
     """
-
-
-def path_key(path: Path) -> str:
-    """Return what a lock for any path can be called."""
-    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -72,7 +66,7 @@ def _take(path: Path, held: ExitStack) -> bool:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
             try:
                 stack.enter_context(SoftFileLock(_marker(path), timeout=0, thread_local=False))
@@ -91,28 +85,52 @@ def _is_still_at(path: Path, descriptor: int) -> bool:
 
 
 @contextmanager
-def sole_writer(path: Path, flag: str) -> Iterator[FileIO]:
-    """Open a file to append to, as the only process that does; it is deleted at the end if it is empty.
+def sole_writer(path: Path, flag: str) -> Iterator[None]:
+    """Let one process at a time write an output file or folder: it holds a lock beside it, which does not stay.
 
-    flag: what the user gave the file by.
-    Raises `InUseError` if another process has it, and `UsageError` if it cannot be written.
+    flag: what the user gave it by.
+    Raises `InUseError`, which names the process that writes, and `UsageError` if nothing can be written there.
     """
+    lock = path.with_name(f".{path.name}.lock")
     with ExitStack() as held:
         try:
-            path.open("ab").close()  # `locked` would make its folder
-            held.enter_context(locked(path, timeout=0.2))
-            file = held.enter_context(path.open("ab", buffering=0))
+            held.enter_context(locked(lock, timeout=0.2))
         except InUseError:
             raise InUseError(
-                f"{flag}: {path} is written by {_holder(path)}; wait until that has ended, or give another name"
+                f"{flag}: {path} is written by {_holder(lock)}; wait until that has ended, or give another name"
             ) from None
         except OSError as error:
             raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
         try:
-            yield file
+            yield
         finally:
-            if not os.fstat(file.fileno()).st_size and _is_still_at(path, file.fileno()):
-                path.unlink()
+            with suppress(OSError):
+                lock.unlink()
+
+
+@contextmanager
+def written_whole(path: Path, flag: str) -> Iterator[FileIO]:
+    """Open a file that becomes `path` at the end, as its sole writer; what was written before an error stays beside it.
+
+    flag: what the user gave it by.
+    Raises as `sole_writer`, and OSError, which names the file.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with sole_writer(path, flag):
+        try:
+            file = partial.open("wb", buffering=0)
+        except OSError as error:
+            raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+        try:
+            with file:
+                yield file  # whose errors are not all of this file
+                with naming(partial):
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            with suppress(OSError):
+                if not partial.stat().st_size:
+                    partial.unlink()
 
 
 def _marker(path: Path) -> Path:

@@ -15,9 +15,9 @@ import pytest
 from flexgen_helm import cli, locks
 from flexgen_helm.checkpoint.paths import state_lock, update_state
 from flexgen_helm.concurrency import stopped_by
-from flexgen_helm.errors import Interrupted
+from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import append
-from flexgen_helm.locks import InUseError, locked, sole_writer
+from flexgen_helm.locks import InUseError, locked, sole_writer, written_whole
 from flexgen_helm.progress import Message, observed_by
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import read_only, small_disk
@@ -32,7 +32,9 @@ with locks.locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
-without_locks = pytest.mark.parametrize("code", [0, errno.ENOSYS], ids=["locks", "no locks"])
+without_locks = pytest.mark.parametrize(
+    "code", [0, errno.ENOSYS, errno.ENOLCK], ids=["locks", "no locks", "no lock daemon"]
+)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -93,16 +95,6 @@ def test_a_wait_is_told_and_can_be_interrupted(tmp_path, monkeypatch):
     assert told == [f"waiting for {path}, which process {os.getpid()} has locked"]
 
 
-def test_a_disk_that_runs_out_of_locks_is_named(tmp_path, monkeypatch):
-    """NFS whose lock daemon does not run."""
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    refuse(monkeypatch, errno.ENOLCK)
-    with pytest.raises(OSError, match="No locks available") as caught, state_lock("a.lock"):
-        pass
-    assert caught.value.filename == str(tmp_path / "a.lock")
-    update_state("facts.json", lambda content: content.update(a=1))  # can be found out again
-
-
 def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -111,38 +103,94 @@ def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):
 
 
 @without_locks
-def test_an_output_file_has_one_writer(tmp_path, monkeypatch, capsys, code):
+@pytest.mark.parametrize(
+    "words, refused",
+    [
+        (["batch", "in", "--model", "opt-125m", "-o", "out"], "-o"),
+        (["verify", "in", "--requests", "in", "--bundle", "out"], "--bundle"),
+        (["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "-o", ".", "--suite", "out"], "--suite"),
+    ],
+)
+def test_an_output_has_one_writer(tmp_path, monkeypatch, capsys, code, words, refused):
     monkeypatch.chdir(tmp_path)
-    partial = tmp_path / "out.partial"
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     (tmp_path / "in").write_text("{}\n")
-    partial.write_text("a line\n")
-    with held_elsewhere(partial, code) as process:
+    (tmp_path / "out.partial").write_text("a line\n")
+    folder = tmp_path / "runs" if words[0] == "run" else tmp_path
+    with held_elsewhere(folder / ".out.lock", code) as process:
         refuse(monkeypatch, code)
-        assert cli.main(["batch", "in", "--model", "opt-125m", "-o", "out"]) == 1
-        assert f"{partial.name} is written by process {process.pid}" in capsys.readouterr().err
+        assert cli.main(words) == 1
+        said = capsys.readouterr().err
+        assert f"{refused}: " in said and f"out is written by process {process.pid}" in said
         process.kill()
-    assert partial.read_text() == "a line\n" and not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").read_text() == "a line\n" and not (folder / "out").exists()
 
 
-def test_a_file_that_was_renamed_is_another_ones(tmp_path):
-    path = tmp_path / "a.partial"
-    with sole_writer(path, "-o") as file:
-        append(file, "one\n")
-        path.rename(tmp_path / "a")
-        with sole_writer(path, "-o") as second:  # which has begun a file of its own
-            append(second, "two\n")
-    assert (tmp_path / "a").read_text() == "one\n" and path.read_text() == "two\n"
-    with sole_writer(path, "-o") as file:
-        file.truncate(0)
-    assert not path.exists()
+_WRITE = """
+import sys, time
+from pathlib import Path
+from flexgen_helm.errors import FlexgenError
+from flexgen_helm.files import append
+from flexgen_helm.locks import written_whole
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with written_whole(Path(sys.argv[1]), "-o") as file:
+        for number in range(100):
+            append(file, f"{sys.argv[2]}\\n".encode())
+            time.sleep(0.01)
+except FlexgenError as error:
+    print(error, flush=True)
+else:
+    print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_of_several_writers_one_works(tmp_path, number):
+    out, command = tmp_path / "out", [sys.executable, "-c", _WRITE, str(tmp_path / "out")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    writers = [subprocess.Popen([*command, str(n)], **pipes) for n in range(number)]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    said = [writer.communicate()[0].strip() for writer in writers]
+    (winner,) = [n for n, text in enumerate(said) if text == "written"]
+    assert out.read_text() == f"{winner}\n" * 100
+    named = f"-o: {out} is written by process {writers[winner].pid}; wait until that has ended, or give another name"
+    assert {text for n, text in enumerate(said) if n != winner} == {named}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_written_replaces_a_file_whole(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old\n")
+    with pytest.raises(KeyError), written_whole(path, "-o") as file:
+        append(file, b"half")
+        raise KeyError
+    assert path.read_text() == "old\n" and (tmp_path / "a.partial").read_text() == "half"
+    with pytest.raises(OSError) as caught, written_whole(path, "-o"):
+        raise OSError(5, "Input/output error", "another file")
+    assert caught.value.filename == "another file"
+    with written_whole(path, "-o") as file:
+        append(file, b"new\n")
+        assert path.read_text() == "old\n"
+    assert path.read_text() == "new\n" and [file.name for file in tmp_path.iterdir()] == ["a"]
+    refused = pytest.raises(UsageError, match=r"^-o: .*/no/a cannot be written: ")
+    with refused, read_only(tmp_path), sole_writer(tmp_path / "no" / "a", "-o"):
+        pass
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
-    with small_disk(tmp_path / "disk", 16384) as disk, sole_writer(disk / "out.partial", "-o") as file:
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            append(file, "x" * 20_000)
-        assert caught.value.filename == str(disk / "out.partial")
+    full = pytest.raises(OSError, match="No space left")
+    with small_disk(tmp_path / "disk", 16384) as disk, full as caught, written_whole(disk / "out", "-o") as file:
+        append(file, b"x" * 20_000)
+    assert caught.value.filename == str(disk / "out.partial")
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli.main(["--version"]) == 1
-    assert capsys.readouterr().err == "flexgen-helm: stdout cannot be used: No space left on device\n"
+    assert (
+        capsys.readouterr().err == "flexgen-helm: /dev/stdout cannot be used: No space left on device; free some room\n"
+    )

@@ -12,8 +12,7 @@ import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ from flexgen_helm.checkpoint.manifest import (
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import existing_folder, naming, refuse_lfs_pointer, size, sync_folder, write_synced
-from flexgen_helm.locks import InUseError, path_key
+from flexgen_helm.locks import sole_writer
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
@@ -92,7 +91,7 @@ def convert(
     source = _find_source(resolved, out)
     target = source.target
     partial = target.parent / f".{target.name}.partial"
-    with _locked(target):
+    with sole_writer(target, "FLEXGEN_HELM_HOME" if out is None else "--out"):
         if existing := _existing_conversion(source):
             report(Message(f"{source.origin} has been converted already"))
             return existing
@@ -131,16 +130,6 @@ def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
     folder, files = fetch_pickles(resolved.hub_repo, resolved.revision, output_disk)
     target = out or hub_conversion(resolved.hub_repo, folder.name)
     return _Source(folder, files, f"{resolved.hub_repo}@{folder.name}", target)
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Let one process at a time write a folder; raises `UsageError` in the second."""
-    try:
-        with state_lock(f"locks/convert-{path_key(target)}.lock", timeout=0):
-            yield
-    except InUseError:
-        raise UsageError(f"another process is converting into {target}; wait until it is done") from None
 
 
 def _existing_conversion(source: _Source) -> Manifest | None:

@@ -29,7 +29,7 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
 
     def fill(start: int, out: Tensor) -> None:
         if published.planes == (whole,):  # no second copy
-            plane.file.read_into(memoryview(out.view(-1).numpy()), plane.offset + start * plane.row_bytes, title)
+            plane.file.read_into(out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title)
             return
         parts = [StoredRows(range(start, start + len(out)), published.planes)]
         read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)

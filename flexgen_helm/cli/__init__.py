@@ -19,14 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.paths import explain, system_error
 from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.service import process
 
 # Commands that go on behind what was computed when they are given again; `run` says so itself.
 _GO_ON = {"batch", "lm-eval"}
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,10 +73,10 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             say(f"flexgen-helm: {error.filename} is too long for the name of a file; give a shorter one")
             return 2
-        if isinstance(error, OSError) and error.errno in _FULL and not error.filename and _stdout_fails():
-            error.filename = "stdout"
+        if isinstance(error, OSError) and not error.filename and _stdout_fails():
+            error.filename = "/dev/stdout"
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
-        is_known = isinstance(error, OSError) and error.filename
+        is_known = isinstance(error, OSError) and (error.filename or system_error(error))
         say(f"flexgen-helm: {explain(error)}" if is_known else f"flexgen-helm: unexpected {explain(error)}{hint}")
         return 1
 

@@ -33,7 +33,7 @@ from flexgen_helm.harnesses.openai_formats import (
     to_body,
     to_requests,
 )
-from flexgen_helm.locks import sole_writer
+from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.service import process
@@ -97,7 +97,6 @@ def batch(
     name = model or next((line.asked.model for line in parsed if line.asked and line.asked.model), None)
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
-    partial = out.with_name(out.name + ".partial")
     answered = (_failure(line) for line in parsed)  # no line names a model
     if name is not None:
         try:
@@ -109,10 +108,8 @@ def batch(
         reader, service = ModelReader("batch"), Service(EngineLoader())
         head = {"created": created, "model": name}
         answered = _answers(parsed, arguments, reader, service, head, None if model else name)
-    with sole_writer(partial, "-o") as output, closing(answered):
-        output.truncate(0)
+    with written_whole(out, "-o") as output, closing(answered):
         num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
-        partial.replace(out)
     if name is not None:
         _write_record(out, arguments, reader, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
@@ -248,5 +245,5 @@ def _write(output: FileIO, line: _Line, status: int, body: Json) -> bool:
         "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
         "error": None,
     }
-    append(output, json.dumps(answer, allow_nan=False) + "\n")
+    append(output, f"{json.dumps(answer, allow_nan=False)}\n".encode())
     return status != 200

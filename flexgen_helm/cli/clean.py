@@ -20,7 +20,7 @@ from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.cli.engine_flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, size
-from flexgen_helm.locks import InUseError, locked, path_key
+from flexgen_helm.locks import InUseError, locked
 
 _DAY_S = 86_400.0
 # Folders whose names begin with a point are rests of a conversion, or of a removal.
@@ -80,7 +80,7 @@ def clean(
     if older_than is not None:
         items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
     for item in items if yes else ():
-        remove(item, home)
+        remove(item)
     if as_json:
         print_json({"home": str(home), "items": [{**asdict(item), "path": str(item.path)} for item in items]})
     else:
@@ -106,7 +106,7 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[Stored
             continue
         statuses = []
         with ExitStack() as stack:
-            is_in_use = not _lock(stack, path, home)
+            is_in_use = not _lock(stack, path)
         for file in (path, *path.rglob("*")):
             with suppress(OSError):  # it goes away meanwhile
                 statuses += [file.stat()] if file.is_file() else []
@@ -119,10 +119,10 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[Stored
         )
 
 
-def _lock(stack: ExitStack, path: Path, home: Path) -> bool:
+def _lock(stack: ExitStack, path: Path) -> bool:
     """Hold the locks beside it, those of engines, downloads and conversions; False where a process has one."""
     target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
-    locks = [path.with_suffix(".lock"), home / "locks" / f"convert-{path_key(target)}.lock"]
+    locks = [path.with_suffix(".lock"), target.with_name(f".{target.name}.lock")]
     if path.name.startswith("weights-"):
         locks += [path.parent / ".lock", *path.parent.glob("run-*.lock")]
     try:
@@ -133,10 +133,10 @@ def _lock(stack: ExitStack, path: Path, home: Path) -> bool:
     return True
 
 
-def remove(item: StoredItem, home: Path) -> None:
+def remove(item: StoredItem) -> None:
     """Remove an item that no process uses. Raises `FlexgenError` if it cannot be removed."""
     with ExitStack() as stack:
-        if item.is_in_use or not _lock(stack, item.path, home):
+        if item.is_in_use or not _lock(stack, item.path):
             return
         try:
             if item.path.is_dir():  # renamed first: what is half removed is never taken for whole

@@ -26,7 +26,7 @@ def report(
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Report a suite's scores, throughput, padding, time, memory and predictions, and compare its precisions.
+    """Report a suite's scores, throughput, time, memory and predictions, and compare its precisions.
 
     The suite's folder also gets the report as a page, as JSON and as markdown.
 
@@ -83,8 +83,7 @@ def compare(
         --precision fp16,4bit
       flexgen-helm compare --suite first
     """
-    from flexgen_helm.report.comparison import compare_suite, flip_groups
-    from flexgen_helm.report.divergence import read_divergence
+    from flexgen_helm.report.comparison import compare_suite, flip_groups, read_divergence
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite
     from flexgen_helm.report.tables import comparison_to_json, comparisons_frame

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir, state_lock
+from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
@@ -38,7 +38,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
 from flexgen_helm.hardware.process_state import why_no_cuda
-from flexgen_helm.locks import InUseError, path_key
+from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
@@ -114,17 +114,13 @@ def run_and_show(
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
-        try:  # two processes of this home that write one suite would both compute everything
-            with state_lock(f"locks/suite-{path_key(suite)}.lock", timeout=0):
-                report(ProgressPhase("start"))
-                if cluster is not None:
-                    cluster.connect_soon()  # while HELM is imported
-                from flexgen_helm.plugin.suite import run_suite
+        with sole_writer(suite, "--suite"):
+            report(ProgressPhase("start"))
+            if cluster is not None:
+                cluster.connect_soon()  # while HELM is imported
+            from flexgen_helm.plugin.suite import run_suite
 
-                outcome = run_suite([*arguments, *joined], engine, cluster, *(ends or ()))
-        except InUseError as error:
-            refused = f"another run writes {suite} now; wait until it has ended, or name another --suite"
-            raise UsageError(refused) from error
+            outcome = run_suite([*arguments, *joined], engine, cluster, *(ends or ()))
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)
     if log is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,8 +29,9 @@ from flexgen_helm.cli.engine_flags import (
 from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count
+from flexgen_helm.files import append, count
 from flexgen_helm.harnesses.plain_transformers import by_transformers
+from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.report.verification import (
     BundledAnswer,
@@ -39,12 +42,12 @@ from flexgen_helm.report.verification import (
     Source,
     compare,
     draw,
+    packed_bundle,
     plain_result,
     read_bundle,
     share_above,
     short,
     upper_bound,
-    write_bundle,
 )
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, fetch_model, model_arguments, read_generation
@@ -105,37 +108,55 @@ def verify(
       flexgen-helm verify mine --sample 5% --bundle mine.jsonl.zst
       flexgen-helm verify answers.jsonl --requests requests.jsonl
     """
-    from flexgen_helm.report.scores import finite
-
     check_engine_flags(engine)
     path = Path(suite)
     recorded, manifest, left = _read(path, output_path, requests)
     if manifest is not None and bundle is not None:
         raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
-    sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
     is_bundle = manifest is not None
-    manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
-    try:
-        models = [_find_model(source, model, engine, is_bundle) for source in sources]
-    except UsageError as error:
-        if not is_bundle or model is not None:
-            raise
-        raise FlexgenError(f"the bundle is not confirmed: {error}") from None
-    scores = _check_scores(recorded, models, left)
-    answered = []
-    for pair in _check(manifest.sources, models, drawn, reference is not None):
-        answered.append(pair)
-        report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
-    checked, bundled = zip(*answered)
+    opened: AbstractContextManager[FileIO | None] = nullcontext()
+    if bundle is not None:
+        opened = written_whole(bundle, "--bundle")
+    with opened as output:
+        sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
+        manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
+        try:
+            models = [_find_model(source, model, engine, is_bundle) for source in sources]
+        except UsageError as error:
+            if not is_bundle or model is not None:
+                raise
+            raise FlexgenError(f"the bundle is not confirmed: {error}") from None
+        scores = _check_scores(recorded, models, left)
+        answered = []
+        for pair in _check(manifest.sources, models, drawn, reference is not None):
+            answered.append(pair)
+            report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
+        checked, bundled = zip(*answered)
+        different = [answer for answer in checked if not answer["equal"]]
+        _say(checked, manifest, scores, is_bundle, as_json)
+        if different or (scores and scores.differences):
+            if bundle is not None:
+                say(f"{bundle} is not written, because something differs")
+            raise typer.Exit(1)
+        if output is not None:
+            append(output, packed_bundle(manifest, sorted(bundled, key=lambda answer: answer.number)))
+
+
+def _say(
+    checked: Sequence[Checked], manifest: Manifest, scores: ScoreCheck | None, is_bundle: bool, as_json: bool
+) -> None:
+    """Print what was found."""
+    from flexgen_helm.report.scores import finite
+
     different = [answer for answer in checked if not answer["equal"]]
-    bound = upper_bound(len(different), len(drawn), manifest.population)
+    bound = upper_bound(len(different), len(checked), manifest.population)
     if as_json:
         print_json(
             finite(
                 {
                     "suite": manifest.suite,
                     "population": manifest.population,
-                    "drawn": len(drawn),
+                    "drawn": len(checked),
                     "different": len(different),
                     "bound": bound,
                     "scores": scores and vars(scores),
@@ -144,15 +165,11 @@ def verify(
             )
         )
     else:
-        said = [*map(_describe, different), _sentence(checked, bound, manifest, is_bundle)]
-        said += _on_scores(scores, sum(part.check_scores is not None for part in recorded))
+        is_wrong, is_partial = different or (scores and scores.differences), scores and scores.unchecked
+        verdict = "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
+        said = [f"{verdict}: {_sentence(checked, bound, manifest, is_bundle)}", *map(_describe, different)]
+        said += _on_scores(scores, len(manifest.sources))
         print(fill_for(sys.stdout, "\n".join(said)))
-    if different or (scores and scores.differences):
-        if bundle is not None:
-            say(f"{bundle} is not written, because something differs")
-        raise typer.Exit(1)
-    if bundle is not None:
-        write_bundle(bundle, manifest, sorted(bundled, key=lambda answer: answer.number))
 
 
 def _read(
@@ -362,8 +379,7 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
     if len(wrong) > _SHOWN:
         lines.append(f"… and {len(wrong) - _SHOWN:,} more")
     if not wrong:
-        said = f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
-        lines.append(said + (" as far as they were checked" if found.unchecked else ""))
+        lines.append(f"scores, questions and references of {count(parts, 'run')}, made again, are equal")
     return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
 
 

@@ -24,7 +24,7 @@ from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.engine import Engine, offload_folder
 from flexgen_helm.engine.executor import Observer, PromptToken
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
-from flexgen_helm.files import size
+from flexgen_helm.files import naming, size
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import limit_flag
 from flexgen_helm.request import GenerationRequest, GenerationResult
@@ -135,7 +135,7 @@ class Baseline:
                 f"another folder with --offload-dir, raise {limit_flag('disk')}, or compare less with --max-windows"
             )
         self._limits = replace(options.limits, disk=limit and limit - num_bytes)
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with naming(folder), tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the program when it is written
             rows = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
         self.logits, self.states = rows[: prod(logits)].reshape(logits), rows[prod(logits) :].reshape(states)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.paths import explain, state_dir, state_lock
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable
@@ -219,7 +219,7 @@ class EngineProfile:
             self._known = self._adapted(measured_profile(folder=self._folder))
         except (FlexgenError, OSError, RuntimeError) as error:
             self._cannot_be_measured = True
-            report(Message(f"this machine cannot be measured, so nothing is planned: {error}"))
+            report(Message(f"this machine cannot be measured, so nothing is planned: {explain(error)}"))
         return self._known
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:

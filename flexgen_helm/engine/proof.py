@@ -34,13 +34,13 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
+from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, system_error, update_state
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import log_normalizers
-from flexgen_helm.errors import DiskFullError, FlexgenError, Interrupted, UnprovedModelError, UsageError
+from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
 from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switch_off
 from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
@@ -174,9 +174,11 @@ def _prove(key: ProofKey, content: Mapping[str, Any], model: OpenedModel, engine
     for seed in SEEDS:
         try:
             differences.append(difference_of_miniature(content, config, seed, engine, device))
-        except (Interrupted, DiskFullError):
+        except Interrupted:
             raise
         except Exception as error:  # whatever building or running a model raises
+            if system_error(error):
+                raise
             reason = str(error).partition("\n")[0][:200] or type(error).__name__
             raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
         if differences[0] < tolerance:  # of the first seed
@@ -329,12 +331,13 @@ def _small_model(content: Mapping[str, Any], config: ModelConfig, seed: int) -> 
                     try:
                         model = random_reference(cls, small, seed, Path(folder))
                     except Exception as error:
-                        if not isinstance(error, OSError) and "os error" not in str(error):
+                        if (system := system_error(error)) is None:
                             raise
-                        raise DiskFullError(
-                            f"the small model that the model is compared with cannot be written to {folder}: {error}; "
-                            "free room there, or let FLEXGEN_HELM_HOME name another folder"
-                        ) from error
+                        system.filename = system.filename or str(folder)
+                        raise FlexgenError(
+                            "the small model that the model is compared with cannot be written to "
+                            f"{folder}: {system.strerror}"
+                        ) from system
                     checkpoint = open_as(type(config), Path(folder))
                     options = EngineConfig(policy=_BLOCK, device="cpu", generation_config="ignore")
                     opened = OpenedModel(

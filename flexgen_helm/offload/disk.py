@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
-from flexgen_helm.files import exact_size
+from flexgen_helm.files import exact_size, naming
 from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.transfer_stats import DiskRates
@@ -95,7 +95,8 @@ class DirectFile:
 
     def sync(self) -> None:
         """Block until everything that was written is on the disk."""
-        os.fsync(self._descriptor)
+        with naming(self.path):
+            os.fsync(self._descriptor)
 
     def close(self, delete: bool = False) -> None:
         os.close(self._descriptor)

@@ -37,7 +37,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count, read_object, replace_text
+from flexgen_helm.files import count, naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
@@ -340,7 +340,8 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
         path.parent.mkdir(exist_ok=True)
         return original(str(path), content)
     if run is None or path.parent != run.folder:
-        return original(file_path, content)
+        with naming(path):
+            return original(file_path, content)
     if path.name == FIRST_FILE:
         (path.parent / LAST_FILE).unlink(missing_ok=True)
     if path.name == LAST_FILE:

@@ -211,14 +211,10 @@ def runs_usage(runs: Sequence[HelmRun]) -> dict[str, Any]:
 
 
 def add_usage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the usage of several parts together; `padding` is what padding within each part would have left."""
+    """Return the usage of several parts together."""
     usage = throughput([_as_cost(part) for part in parts], sum(part["latency_s"] for part in parts))
     counts = {name: sum(part["workload"][name] for part in parts) for name in _COUNTS}
     usage["workload"] = {**counts, **usage["workload"]}
-    num_tokens = [part["workload"]["prompt_tokens"] + part["workload"]["output_tokens"] for part in parts]
-    for way in usage["padding"]:
-        padded = sum(tokens / part["padding"][way] for tokens, part in zip(num_tokens, parts))
-        usage["padding"][way] = sum(num_tokens) / padded if padded else 1.0
     return usage
 
 

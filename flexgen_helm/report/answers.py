@@ -135,7 +135,7 @@ def read_instances(folder: Path) -> dict[str, str]:
     Empty if HELM's file is missing or damaged. The answers, most of that file, are not parsed.
     """
     digests = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         for instance, _ in _requests(folder):
             asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
             digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
@@ -148,7 +148,7 @@ def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[
 
     Ends where the file is missing or damaged.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         for instance, text in _requests(folder):
             if wanted is None or instance["id"] in wanted:
                 yield json.JSONDecoder().raw_decode(text.decode())[0]

@@ -41,7 +41,7 @@ def costs(model: ModelComparison) -> dict[str, Cost]:
                 2 if weights is None else (weights.code_bytes + weights.scale_bytes) / weights.group_size,
                 plain if cache is None else cache.bytes_per_value(plain),
             )
-    equal = [name for name in found if name == model.baseline or model.is_equivalent(name)]
+    equal = [name for name in found if name == model.baseline or model.is_everywhere(name, "equivalent")]
     best = {"memory": min(equal, key=lambda name: (found[name].weight_bytes, found[name].cache_bytes))}
     if found[model.baseline].seconds_per_token < math.inf:
         best["time"] = min(equal, key=lambda name: found[name].seconds_per_token)

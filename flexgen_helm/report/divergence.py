@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import BeforeValidator
 
-from flexgen_helm.errors import UsageError
-from flexgen_helm.files import read_object
-from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
 
 # Null stands for infinite in JSON.
@@ -112,30 +107,6 @@ class SuiteDivergence:
     def precisions(self) -> list[Divergence]:
         """All divergences, entry by entry."""
         return [divergence for entry in self.entries for divergence in entry.precisions]
-
-
-def read_divergence(path: Path, models: Sequence[ModelComparison], suite: str) -> list[ModelComparison]:
-    """Return the models, one with what `flexgen-helm divergence --json` has printed into a file, as `divergence`.
-
-    suite: what is compared. Raises `UsageError` for another file, model, suite or baseline.
-    """
-    try:
-        found: TextDivergence | SuiteDivergence = TypeAdapter[TextDivergence | SuiteDivergence](
-            TextDivergence | SuiteDivergence
-        ).validate_python(read_object(path))
-    except ValueError:
-        raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
-    precisions = found.precisions
-    name = found.model.removeprefix("flexgen/").replace("/", "--")
-    names = [model.model for model in models]
-    if name not in names:
-        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(names)}")
-    if isinstance(found, SuiteDivergence) and found.suite != suite:
-        raise UsageError(f"--divergence {path} is of the suite {found.suite}, and the comparison is of {suite}")
-    baseline = models[0].baseline
-    if wrong := {divergence.baseline.replace("/", "--") for divergence in precisions} - {baseline}:
-        raise UsageError(f"--divergence {path} is from {', '.join(wrong)}, and the comparison is with {baseline}")
-    return [model.with_extra("divergence", found if model.model == name else None) for model in models]
 
 
 def divergence_between(

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from flexgen_helm.files import count, size
@@ -19,9 +18,6 @@ from flexgen_helm.report.tables import Table
 from flexgen_helm.report.verdicts import advice
 from flexgen_helm.terminal import fill
 
-if TYPE_CHECKING:
-    pass
-
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for; the design of tables says so.
 TEXT_WIDTH = 100
@@ -30,10 +26,6 @@ _MAX_ROWS = 30
 
 _SCORES_NOTE = "HELM scores one split of the instances only (test, else valid); ± is one standard error"
 _POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
-_PADDING_NOTE = (
-    "Tokens of prompts and outputs, and how many they would be if every request were padded to the longest of 32 of "
-    "similar length, or to the longest of all; the bars of a row share a scale"
-)
 _COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
 _USAGE_NOTE = (
     "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
@@ -136,7 +128,7 @@ class Page:
 
         def breakable(text: str) -> Markup:
             """Let names break after a comma, a colon, an underscore or a slash instead of within a word."""
-            return Markup("<wbr>").join(escape(part) for part in re.split("(?<=[,:_/])", text))
+            return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[,:_/])(?!\d)", text))
 
         links = {
             title: file
@@ -175,7 +167,6 @@ def suite_page(report: SuiteReport) -> Page:
             *(note for note in model.notes if note not in report.notes),
         ]
         sections.append(_comparison_section(f"Precisions of flexgen/{model.model}", model, notes, scales))
-    sections.append(Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]))
     return Page(
         f"Suite {report.suite}",
         _COMPARISON_LEGEND if report.compared else "",
@@ -192,7 +183,7 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     sections, verdicts, next_steps = [], [], []
     for model in models:
         notes = list(model.notes)
-        if model.extras.get("divergence"):
+        if model.divergence:
             notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
         name = f"flexgen/{model.model}"
         title = "Models against " * (model.kind == "model") + name
@@ -224,7 +215,11 @@ def _next_steps(model: ModelComparison) -> list[str]:
     ]
     open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
     steps += advice([one for name in open_ones for one in model.judged(name)])
-    return steps if steps or open_ones else [f"stay with {model.baseline}"]
+    if not steps and model.verdicts:
+        better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
+        steps = [f"take {better[0]}, which is nowhere worse" if better else f"stay with {model.baseline}"]
+        steps[0] += ", or take a larger --margin" * (not better and bool(open_ones))
+    return steps
 
 
 def _of_model(runs: Sequence[RunScores]) -> str:
@@ -261,10 +256,10 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    divergence = model.extras.get("divergence")
+    divergence = model.divergence
     layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
     last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
-    return Section(title, [tables.summary_table(model), *tables.verdict_tables(model), *shown, *last], notes)
+    return Section(title, [tables.summary_table(model), *shown, *last], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:

@@ -45,8 +45,6 @@ _FULL = ("F64", "F32", "F16", "BF16")
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
-    "padded_prompt_tokens",
-    "padded_output_tokens",
     "num_reused",
     "num_clipped",
     "unfinished_thinking",
@@ -196,12 +194,6 @@ class RunScores:
     def latency_s(self) -> float:
         return float(self.run.get("latency_s", 0.0))
 
-    def padded_tokens(self, way: str | None = None) -> float:
-        """Tokens with the padding of the run, or with that of another `way` of its record's `padding`."""
-        if way is None:
-            return float(sum(self.run.get(f"padded_{kind}_tokens", 0) for kind in ("prompt", "output")))
-        return float(self.num_tokens / self.run.get("padding", {}).get(way, 1.0))
-
     @property
     def num_scored(self) -> int:
         """Number of instances that HELM scored: those of one split."""
@@ -269,8 +261,7 @@ def describe_run(name: str) -> str:
 
 
 def read_scores(folder: Path) -> RunScores:
-    """Read the run in `folder`; raises OSError or ValueError if HELM has not finished writing it."""
-
+    """Read the run in `folder`; raises `FileNotFoundError` or ValueError if HELM has not finished it."""
     stats = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
     means: dict[str, float] = {}
     for split in ("test", "valid"):
@@ -300,7 +291,7 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
     require_suite(suite, "run one first, or name another folder with -o")
     runs = []
     for folder in sorted(suite.iterdir()):
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError):
             runs.append(read_scores(folder))
     return [run for run in runs if run.run]
 
@@ -313,18 +304,12 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
     """
     import pandas as pd
 
-    tokens = sum(run.num_tokens for run in runs)
-    padding = {
-        way: tokens / padded if (padded := sum(run.padded_tokens(way) for run in runs)) else 1.0
-        for way in runs[0].run.get("padding", {})
-    }
     instances = pd.concat({run.entry: run.instances for run in runs})
     common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
     scores = {name: _terms(name, instances)[1] for name in common}
     record: dict[str, Any] = {
         **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
         "workload": _sums([run.workload for run in runs]),
-        "padding": padding,
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
     name = f"{runs[0].scenario} ({len(runs)} runs)"

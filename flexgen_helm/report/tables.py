@@ -22,14 +22,13 @@ from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
-from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 
 _RUN_COLUMNS = [
     "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
     "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
-    "efficiency", "padding.to_longest", "padding.in_buckets", "num_reused",
+    "efficiency", "num_reused",
 ]  # fmt: skip
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",
@@ -143,7 +142,7 @@ def _score_and_error(value: float | None, error: float | None) -> str:
     return f"{value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
 
 
-# --- Throughput and padding ---
+# --- Throughput ---
 
 
 def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
@@ -158,23 +157,6 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     }
     optional = ("computed", "output tokens", "requests", "prompt tokens")
     return Table(pd.DataFrame(cells), links=_links(runs), marks=_speed_marks(speeds), optional=optional)
-
-
-def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
-    """Return the tokens of each run without padding, and with two ways of padding; as it was run if it padded too."""
-    runs = [run for run in _by_entry(runs) if run.num_tokens]
-    ways = {f"in buckets of {BUCKET}": "in_buckets", "to the longest": "to_longest"}
-    columns = {
-        "no padding": [run.num_tokens for run in runs],
-        "as run": [run.padded_tokens() for run in runs],
-        **{heading: [run.padded_tokens(way) for run in runs] for heading, way in ways.items()},
-    }
-    if all(run.padded_tokens() <= run.num_tokens * 1.0005 for run in runs):
-        del columns["as run"]
-    largest = list(map(max, zip(*columns.values())))  # of each row
-    cells = {name: list(map(whole_text, values)) for name, values in columns.items()}
-    marks = {name: list(map(_bar, values, largest)) for name, values in columns.items()}
-    return Table(pd.DataFrame({**_run_cells(runs, show_model), **cells}), links=_links(runs), marks=marks)
 
 
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
@@ -370,7 +352,7 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
                 "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
-                **{name: value and asdict(value) for name, value in model.extras.items()},
+                "divergence": model.divergence and asdict(model.divergence),
             }
             for model in models
         },
@@ -381,21 +363,28 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
 def comparison_tables(
     model: ModelComparison, comparisons: Sequence[Comparison], scales: Mapping[str, float]
 ) -> list[Table]:
-    """Return a table of comparisons of a model per precision; scales: `interval_scales` of all that a page shows."""
+    """Return a table per precision: verdicts, flips and figures.
+
+    scales: `interval_scales` of all that a page shows.
+    """
     links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
     for precision, found in _by_precision(comparisons).items():
         rows = [
-            (one.run, metrics, f"{one.instances:,}", _score_text(one.baseline), _score_text(one.value),
+            (one.run, metrics, one.equivalence.text if one.equivalence else "",
              _in_unit(one, one.change) + " pp" * (_unit(one) == "pp") if math.isfinite(one.change) else "",
-             _interval(one), _p_value(one))
+             _interval(one), _flips(one), _score_text(one.baseline), _score_text(one.value),
+             f"{one.instances:,}", _p_value(one))
             for metrics, one in found
         ]  # fmt: skip
-        names = ["run entry", "metric", "n", model.baseline, precision, "change", "95 % interval", "p"]
-        folders = {name: [links.get((one.run, name), "") for _, one in found] for name in (model.baseline, precision)}
+        names = ["run entry", "metric", "verdict", "change", "95 % interval", "flips"]
+        names += [model.baseline, precision, "n", "p"]
+        sides = model.baseline, precision
+        folders = {name: [links.get((one.run, name), "") for _, one in found] for name in sides}
         marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
         cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
-        tables.append(Table(cells, title, 2, folders, marks, optional=("p", "n", "95 % interval")))
+        optional = ("p", "n", *sides[::-1], "95 % interval")
+        tables.append(Table(cells, title, 2, folders, marks, optional=optional))
     return tables
 
 
@@ -439,21 +428,6 @@ def _mark(comparison: Comparison, end: float) -> Mark | None:
     return Mark(low, high, point, axis)
 
 
-def verdict_tables(model: ModelComparison) -> list[Table]:
-    """Return a table of verdicts and flips per precision that is compared with the baseline."""
-    tables = []
-    judged = [one for one in model.by_scenario if one.equivalence is not None]
-    for precision, found in _by_precision(judged).items():
-        rows = []
-        for metrics, one in found:
-            flips = one.flips and (one.flips.lost, one.flips.won, one.flips.changed)
-            counts = " : ".join(f"{count:,}" for count in flips or () if count is not None)
-            rows.append((one.run, metrics, counts, one.equivalence and one.equivalence.text))
-        cells = pd.DataFrame(rows, columns=["run entry", "metric", "flips", "verdict"])
-        tables.append(Table(cells, f"{precision} against {model.baseline}: verdicts", num_keys=2))
-    return tables
-
-
 def summary_table(model: ModelComparison) -> Table:
     """Return a row per precision, or model, with its verdict over all run entries, what it costs, and its speed."""
     known = costs(model)
@@ -462,12 +436,13 @@ def summary_table(model: ModelComparison) -> Table:
         name = speed["precision"]
         row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else ""}
         if cost := known.get(name):
-            row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cost.cheapest)
+            cheapest = cost.cheapest if name != model.baseline else ()
+            row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cheapest)
             row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
         row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(
-        pd.DataFrame(rows).fillna(""), "Verdicts and costs", num_keys=0, marks=_speed_marks(model.speeds),
+        pd.DataFrame(rows).fillna(""), "Verdicts and costs", marks=_speed_marks(model.speeds),
         optional=("tokens", "time", "bytes per weight"),
     )  # fmt: skip
 
@@ -543,6 +518,12 @@ def _interval(comparison: Comparison) -> str:
             return "none (1 instance)"
         return "none (no mean)" if math.isfinite(comparison.change) else "none (not finite)"
     return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
+
+
+def _flips(comparison: Comparison) -> str:
+    flips = comparison.flips
+    counts = (flips.lost, flips.won, flips.changed) if flips else ()
+    return " : ".join(f"{count:,}" for count in counts if count is not None)
 
 
 def _p_value(comparison: Comparison) -> str:

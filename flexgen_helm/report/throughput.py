@@ -1,4 +1,4 @@
-"""Throughput and padding of a run, as the paper defines them, the versions that it depends on, and sums of blocks."""
+"""Throughput of a run, as the paper defines them, the versions that it depends on, and sums of blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from operator import add
 from typing import Any
 
 from flexgen_helm.request import Cost
-
-# Requests in one batch of the length-bucketed padding that `padding` computes for comparison.
-BUCKET = 32
 
 
 def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
@@ -38,27 +35,8 @@ def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
         "actual_throughput": _rate(requested, latency_s),
         "efficiency": requested / padded if padded else 1.0,
         "generation_throughput": _rate(total["output_tokens"], total["prefill_s"] + total["decode_s"]),
-        "padding": padding(costs),
         "flops": total["flops"],
     }
-
-
-def padding(costs: Iterable[Cost]) -> dict[str, float]:
-    """Return the efficiency that padded batches of the same requests would have.
-
-    to_longest: prompts and outputs padded to the longest of all, as in the paper.
-    in_buckets: padded to the longest of `BUCKET` requests of similar length.
-    """
-    lengths = sorted((cost.prompt_tokens, cost.output_tokens) for cost in costs)
-    requested = sum(prompt + output for prompt, output in lengths)
-
-    def padded(batch: list[tuple[int, int]]) -> int:
-        return len(batch) * (max(prompt for prompt, _ in batch) + max(output for _, output in batch))
-
-    if not requested:
-        return {"to_longest": 1.0, "in_buckets": 1.0}
-    buckets = [lengths[first : first + BUCKET] for first in range(0, len(lengths), BUCKET)]
-    return {"to_longest": requested / padded(lengths), "in_buckets": requested / sum(map(padded, buckets))}
 
 
 def versions() -> dict[str, str]:

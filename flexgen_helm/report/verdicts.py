@@ -171,14 +171,12 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
     if more:
         asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
         found.append(f"run {asked}; stored answers are not computed again")
-    if exhausted:
-        shown = first_names([f"{run} {_percent(margin)}" for run, margin in exhausted.items()])
-        found.append(f"add other data, or take a larger --margin: the least that all of it can show is of {shown}")
+    if shown := {run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49}:
+        asked = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        found.append(f"take {asked}, the least that all of the data can show, or add other data")
+    if none := [run for run in exhausted if run not in shown]:
+        found.append(f"add other data to {first_names(none)}: all of it is too little for any --margin")
     return found
-
-
-def _percent(margin: float) -> str:
-    return f"{math.ceil(100 * margin)} %" if margin < 1 else "nothing"
 
 
 def _within(margin: float, comparison: Comparison) -> str:
@@ -210,7 +208,7 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
         text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
         text += f"; equivalent in {len(equal):,}" * bool(equal)
     else:
-        text = f"better in {first_names(names['better'])}, and equivalent elsewhere"
+        text = f"better in {first_names(names['better'])}" + ", and equivalent elsewhere" * bool(equal)
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
 

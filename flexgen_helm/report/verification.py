@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
+from flexgen_helm.checkpoint.paths import system_error
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.files import naming, size
+from flexgen_helm.files import size
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import decode_result, encode_result
 
@@ -84,6 +85,8 @@ class Recorded(NamedTuple):
         try:
             return read()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if system_error(error):
+                raise
             again = f"make it again with flexgen-helm {self.command}"
             raise FlexgenError(f"{self.path} cannot be read ({one_line(error)}); {again}") from None
 
@@ -248,20 +251,19 @@ def share_above(share: float) -> str:
 # Bundles: lines of JSON, the manifest first, compressed by Zstandard.
 
 
-def write_bundle(path: Path, manifest: Manifest, drawn: Sequence[BundledAnswer]) -> None:
-    """Write a bundle. Raises `FlexgenError` for one that would be too large to read."""
+def packed_bundle(manifest: Manifest, drawn: Sequence[BundledAnswer]) -> bytes:
+    """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to read."""
     import zstandard
 
     lines = (json.dumps(record, default=vars, allow_nan=False) for record in (manifest, *drawn))
     content = "\n".join(lines).encode()
     if len(content) > _LIMIT:
-        raise FlexgenError(f"{path} would have {size(len(content))}, and a bundle has {size(_LIMIT)} at most")
-    with naming(path):
-        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
+        raise FlexgenError(f"the bundle would have {size(len(content))}, and may have {size(_LIMIT)} at most")
+    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
 
 
 def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
-    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what `write_bundle` does not write.
+    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what `packed_bundle` does not make.
 
     Nothing is written to the disk, and no more is decompressed than a bundle may have.
     """

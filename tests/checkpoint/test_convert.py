@@ -32,6 +32,7 @@ from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from flexgen_helm.locks import InUseError, sole_writer
 from flexgen_helm.progress import Event, describe, observed_by
 from tests.helpers.forks import python
 from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
@@ -423,15 +424,15 @@ def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path):
 def test_a_home_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder / "config.json" / "below a file"))
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(UsageError, match="^FLEXGEN_HELM_HOME: .* cannot be written"):
         convert(folder)
 
 
 def test_a_second_process_is_told_of_the_first(tmp_path):
     folder = write_pickled(tmp_path / "m")
     with (
-        module._locked(tmp_path / "out"),
-        pytest.raises(UsageError, match="another process is converting into .*out; wait"),
+        sole_writer(tmp_path / "out", "-o"),
+        pytest.raises(InUseError, match="--out: .*out is written by process"),
     ):
         convert(folder, tmp_path / "out")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.checkpoint import convert
+from flexgen_helm.locks import sole_writer
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
@@ -147,7 +147,7 @@ def an_engine_runs(home: Path) -> Iterator[None]:
 
 @contextmanager
 def a_conversion_runs(home: Path) -> Iterator[None]:
-    with convert._locked(home / CONVERSION):
+    with sole_writer(home / CONVERSION, "-o"):
         yield
 
 

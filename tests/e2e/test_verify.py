@@ -14,7 +14,7 @@ import pytest
 from flexgen_helm.cli import main
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import fingerprint_elsewhere
-from flexgen_helm.report.verification import drawn_numbers, read_bundle, write_bundle
+from flexgen_helm.report.verification import drawn_numbers, packed_bundle, read_bundle
 from tests.helpers.chat_models import CHATML
 from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
 from tests.helpers.real_runs import flexgen_helm, run_suite
@@ -74,9 +74,9 @@ def changed(suite, change, file="scenario_state.json", of=RUN):
 def test_what_was_computed_in_company_is_equal_alone(verify):
     done = verify("s", "--sample", "100%")
     assert done.returncode == 0, done.stdout + done.stderr
-    total = done.stdout.partition(" of ")[0]
+    total = done.stdout.removeprefix("passed: ").partition(" of ")[0]
     assert done.stdout == (
-        f"{total} of {total} answers equal to the bit; these are all of the {total} answers of 's'\n"
+        f"passed: {total} of {total} answers equal to the bit; these are all of the {total} answers of 's'\n"
         "scores, questions and references of 10 runs, made again, are equal\n"
     )
     done = verify("s", "--json")
@@ -104,8 +104,8 @@ def test_a_changed_answer_is_found_where_it_is_drawn(verify, suite, change):
     done = verify(name, "--sample", "100%", "--bundle", "b.jsonl.zst")
     assert done.returncode == 1 and "b.jsonl.zst is not written" in done.stderr, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert " differs at " in lines[0] and lines[1].startswith("  prompt    '") and lines[2].startswith("  recorded  ")
-    assert lines[4] == "4 of 5 answers equal to the bit; these are all of the 5 answers of 'changed'"
+    assert " differs at " in lines[1] and lines[2].startswith("  prompt    '") and lines[3].startswith("  recorded  ")
+    assert lines[0] == "failed: 4 of 5 answers equal to the bit; these are all of the 5 answers of 'changed'"
     for seed in range(4) if change is _text else ():
         is_drawn = np.random.default_rng(seed).choice(5, 1, replace=False)[0] == 1
         assert verify(name, "--sample", "1", "--seed", str(seed)).returncode == is_drawn
@@ -233,11 +233,8 @@ def test_forgeries_are_named(verify_scores, suite, of, file):
 def test_of_a_run_whose_data_is_not_here_the_digest_is_compared(verify_scores, suite, folder, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(folder / "none"))
     code, said = verify_scores(changed(suite, lambda content: None))
-    assert (
-        code == 0
-        and "made again, are equal as far as they were checked\nnot checked: questions and references of lambada"
-        in said
-    )
+    assert code == 0 and said.startswith("passed, as far as it was checked: ")
+    assert "made again, are equal\nnot checked: questions and references of lambada" in said
     assert "but by the digest in flexgen_run.json (" in said
     code, said = verify_scores(changed(suite, put("instance.references.0.output.text", "x")))
     assert code == 1 and "its questions or references are not those of flexgen_run.json" in said
@@ -292,11 +289,11 @@ def test_files_that_are_cut_or_not_there(verify_scores, suite):
         ({"versions": {"torch": "2.0.0"}}, "5 of 5 answers equal within 0.0001 (torch: '2.0.0' in the record, "),
         (
             {"hardware": {"device": "cuda:0", "compute_dtype": "float16"}, "batch_invariant": None, "fingerprint": ""},
-            "5 of 5 answers equal within 0.0001 (the run had no --batch-invariant, ",
+            "passed: 5 of 5 answers equal within 0.0001 (the run had no --batch-invariant, ",
         ),
         (
             {"batch_invariant": ["z80", "0", "1"], "fingerprint": ""},
-            "5 of 5 answers equal within 0.0001 (another kind of processor, ",
+            "passed: 5 of 5 answers equal within 0.0001 (another kind of processor, ",
         ),
         ({"fingerprint": "0123456789abcdef"}, "has the fingerprint '0123456789ab' in the record and '"),
     ],
@@ -332,7 +329,7 @@ def test_transformers_computes_the_same_and_finds_what_is_changed(verify, suite)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "answers equal within 0.001 (by transformers in float32; the largest difference is " in done.stdout
     done = verify(changed(suite, change), "--with", "transformers", "--sample", "100%")
-    assert done.returncode == 1 and "4 of 5 answers equal within 0.001" in done.stdout
+    assert done.returncode == 1 and "failed: 4 of 5 answers equal within 0.001" in done.stdout
     assert "differs at '[0].text'" in done.stdout
 
 
@@ -345,12 +342,12 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
     done = verify(bundle)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "15 of 15 answers equal to the bit; who wrote the bundle chose them and says that they are of the "
+        "passed: 15 of 15 answers equal to the bit; who wrote the bundle chose them and says that they are of the "
         f"{population} answers of 's', whose scores it has not; if drawn at random, with 95 % confidence at most 19 % "
         "differ\n"
     )
     named = verify(bundle, "--sample", "3", "--model", str(folder / "model"))
-    assert named.returncode == 0 and named.stdout.startswith("3 of 3 answers equal to the bit; who")
+    assert named.returncode == 0 and named.stdout.startswith("passed: 3 of 3 answers equal to the bit; who")
     manifest, drawn = read_bundle(path)
     for change, why in (
         ({"fingerprint": "0" * 64}, "has the fingerprint '000000000000' in the record"),
@@ -359,7 +356,7 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
         ({"model": "model"}, "the bundle's model 'model' from "),  # a folder where the command runs
     ):
         lies = replace(manifest, sources=[replace(source, **change) for source in manifest.sources])
-        write_bundle(path, lies, drawn)
+        path.write_bytes(packed_bundle(lies, drawn))
         done = verify(bundle)
         assert done.returncode == 1 and why in done.stderr and len(done.stderr.splitlines()) < 12, done.stderr
     odd = {
@@ -367,14 +364,16 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
         "chat_template": {"kwargs": 5},
         "versions": {"torch": 1},
     }
-    write_bundle(path, replace(manifest, sources=[replace(source, **odd) for source in manifest.sources]), drawn)
+    path.write_bytes(
+        packed_bundle(replace(manifest, sources=[replace(source, **odd) for source in manifest.sources]), drawn)
+    )
     done = verify(bundle)
     assert done.returncode == 0 and "equal within 0.0001 (name: 'xxx" in done.stdout and len(done.stdout) < 999, (
         done.stdout
     )
     one = replace(drawn[0], number=drawn_numbers(0, manifest.population, 1)[0])
     requests = [replace(request, prompt_token_ids=[1 << 40]) for request in one.requests]
-    write_bundle(path, manifest, [replace(one, requests=requests)])
+    path.write_bytes(packed_bundle(manifest, [replace(one, requests=requests)]))
     done = verify(bundle)
     assert done.returncode == 1 and "cannot be computed" in done.stderr
 
@@ -383,7 +382,7 @@ def test_a_gpu_compares_within_a_tolerance(verify):
     """It refuses --batch-invariant, so it computes without; here one that is simulated."""
     done = verify("s", "--device", "sim", "--gpu-memory", "1GiB", "--sample", "4")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("4 of 4 answers equal within 0.0001 (another kind of processor, ")
+    assert done.stdout.startswith("passed: 4 of 4 answers equal within 0.0001 (another kind of processor, ")
 
 
 def test_nothing_to_draw_from_is_refused(verify, suite):

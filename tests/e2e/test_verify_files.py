@@ -84,7 +84,8 @@ def test_one_changed_answer_among_1000_is_found_where_it_is_drawn(run, answered,
     done = check()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == (
-        "250 of 250 answers equal to the bit; with 95 % confidence at most 1.2 % of the 1,000 answers of 'out.jsonl' "
+        "passed: 250 of 250 answers equal to the bit; "
+        "with 95 % confidence at most 1.2 % of the 1,000 answers of 'out.jsonl' "
         "differ\n"
     )
     drawn = {seed: set(np.random.default_rng(seed).choice(1000, 250, replace=False).tolist()) for seed in range(2)}
@@ -101,7 +102,7 @@ def test_one_changed_answer_among_1000_is_found_where_it_is_drawn(run, answered,
     finally:
         answered.write_text(untouched)
     assert done.returncode == 1 and f"out.jsonl, r{planted}' differs at 'choices[" in done.stdout
-    assert "249 of 250 answers equal to the bit" in done.stdout
+    assert "failed: 249 of 250 answers equal to the bit" in done.stdout
 
 
 def _message(body):
@@ -140,14 +141,14 @@ def test_whatever_is_changed_of_an_answer_is_found(run, few, folder, change):
     number = next(n for n in range(12) if asked[n]["url"] == CHAT and asked[n]["body"].get("logprobs"))
     done = run("verify", *few((number, change)))
     assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, done.stdout + done.stderr
-    assert "11 of 12 answers equal to the bit; these are all of the 12 answers of 'few.jsonl'" in done.stdout
+    assert "failed: 11 of 12 answers equal to the bit; these are all of the 12 answers of 'few.jsonl'" in done.stdout
 
 
 def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_path):
     bundle = str(tmp_path / "few.jsonl.zst")
     done = run("verify", *few(), "--with", "transformers", "--bundle", bundle)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("12 of 12 answers equal within 0.001 (by transformers in float32; ")
+    assert done.stdout.startswith("passed: 12 of 12 answers equal within 0.001 (by transformers in float32; ")
     for more, how in (((), "equal to the bit"), (("--with", "transformers"), "equal within 0.001 (by transformers")):
         done = run("verify", bundle, *more)
         assert done.returncode == 0 and done.stdout.startswith(f"12 of 12 answers {how}"), done.stdout + done.stderr
@@ -208,14 +209,20 @@ def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     count = 8 + 8 + 8 + 9 + 9
     assert done.stdout == (
-        f"{count} of {count} answers equal to the bit; these are all of the {count} answers of {evaluated.name!r}\n"
+        f"passed: {count} of {count} answers equal to the bit; "
+        f"these are all of the {count} answers of {evaluated.name!r}\n"
         "scores, questions and references of 1 run, made again, are equal\n"
     )
     done = run("verify", bundle)
-    assert done.returncode == 0 and done.stdout.startswith(f"{count} of {count} answers equal to the bit"), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith(f"passed: {count} of {count} answers equal to the bit"), (
+        done.stderr
+    )
     done = run("verify", path, "--sample", "100%", "--with", "transformers", program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} of {count} answers equal within 0.001 of each sum (by transformers in float32; the" in done.stdout
+    assert (
+        f"passed: {count} of {count} answers equal within 0.001 of each sum (by transformers in float32; the"
+        in done.stdout
+    )
 
 
 def test_of_tasks_that_are_not_here_scores_are_not_checked(verify, evaluated, folder):

@@ -15,7 +15,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.engine import proof
-from flexgen_helm.errors import DiskFullError, UnprovedModelError
+from flexgen_helm.errors import FlexgenError, UnprovedModelError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.miniature import kind_text, layer_kinds, miniatures
 from flexgen_helm.models.transformers_backend import interfaces
@@ -246,8 +246,8 @@ def test_a_home_that_cannot_be_written_keeps_nothing_and_stops_nothing(home, tmp
 @pytest.mark.parametrize(
     ("raised", "expected"),
     [
-        (OSError(28, "No space left on device"), DiskFullError),
-        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), DiskFullError),
+        (OSError(28, "No space left on device"), FlexgenError),
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), FlexgenError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), UnprovedModelError),
     ],
 )

@@ -61,8 +61,6 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
     assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
     assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
-    # In one batch with the longer one, the shorter one would have been padded more.
-    assert found["padding"]["to_longest"] == 1.0
     again = call(run_of(tmp_path, "one", 10, {}))["models"]["m"]
     assert again == found
     # A new run whose answers are all stored: its work counts, and nothing more was moved.

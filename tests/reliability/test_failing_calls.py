@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
-from errno import EACCES, EDQUOT, EMFILE, ENOLCK, ENOMEM, ENOSPC, ENOSYS, EROFS, errorcode
+from errno import EACCES, EDQUOT, EFBIG, EIO, EMFILE, ENOLCK, ENOMEM, ENOSPC, ENOSYS, EROFS, errorcode
 
 import pytest
 
@@ -19,14 +19,14 @@ from tests.helpers.killed_suites import Outcome, Suites, pickled_model
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import IS_WHOLE
 
-FULL = (ENOSPC, EDQUOT)
+FULL = (ENOSPC, EDQUOT, EFBIG, EIO)
 # What a call may answer; HELM, SQLite, safetensors and PyTorch make some of them.
 ERRORS = {
-    "open-r": (EMFILE, ENOMEM),
+    "open-r": (EMFILE, ENOMEM, EIO),
     "open-w": (EROFS, ENOSPC, EMFILE, EDQUOT, ENOMEM, EACCES),
     "opendir": (EMFILE, ENOMEM),
     "mkdir": (EROFS, ENOSPC, EDQUOT, ENOMEM),
-    "rename": (EROFS, ENOSPC, EDQUOT),
+    "rename": (EROFS, ENOSPC, EDQUOT, EIO),
     "unlink": (EROFS, ENOMEM),
     "rmdir": (EROFS, ENOMEM),
     "write": FULL,

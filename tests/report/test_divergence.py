@@ -11,14 +11,13 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.comparison import ModelComparison, read_divergence
 from flexgen_helm.report.divergence import (
     EntryDivergence,
     ScoredTokens,
     SuiteDivergence,
     TextDivergence,
     divergence_between,
-    read_divergence,
 )
 from flexgen_helm.report.scores import finite
 from tests.helpers.suites import accuracies, write_run
@@ -77,9 +76,8 @@ def test_compare_shows_it_beside_the_verdicts(tmp_path, capsys):
         write_run(suite, "lambada", precision, {"exact_match": 0.5}, accuracies([0, 1] * 20))
     file.write_text(json.dumps(asdict(text_divergence())))
     argv = ["compare", "-o", str(tmp_path), "--suite", "mine"]
-    assert (
-        cli.main([*argv, "--json"]) == 0 and "divergence" not in json.loads(capsys.readouterr().out)["models"]["tiny"]
-    )
+    assert cli.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["models"]["tiny"]["divergence"] is None
     assert cli.main([*argv, "--json", "--divergence", str(file)]) == 0
     shown = json.loads(capsys.readouterr().out)["models"]["tiny"]["divergence"]
     assert shown == json.loads(file.read_text()) and shown["precisions"][0]["layers"] == [0.0, 0.25]
@@ -113,7 +111,7 @@ def test_divergences_on_a_suite_are_read_back_and_belong_to_it(tmp_path):
     found = SuiteDivergence("org/tiny", "mine", (EntryDivergence("lambada", (kl,)), EntryDivergence("mmlu", (kl, kl))))
     file = tmp_path / "kl.json"
     file.write_text(json.dumps(asdict(found)))
-    assert read_divergence(file, compared(["org--tiny"]), "mine")[0].extras["divergence"] == found
+    assert read_divergence(file, compared(["org--tiny"]), "mine")[0].divergence == found
     with pytest.raises(UsageError, match="is of the suite mine, and the comparison is of other"):
         read_divergence(file, compared(["org--tiny"]), "other")
     for damage in ({"entries": 1}, {"entries": [{"entry": "lambada"}]}):
@@ -125,4 +123,4 @@ def test_divergences_on_a_suite_are_read_back_and_belong_to_it(tmp_path):
 def test_infinite_figures_survive_json(tmp_path):
     found = text_divergence(perplexity=math.inf, ratio=math.inf, interval=(5.0, math.inf))
     (tmp_path / "kl.json").write_text(json.dumps(finite(asdict(found)), allow_nan=False))
-    assert read_divergence(tmp_path / "kl.json", compared(["tiny"]), "mine")[0].extras["divergence"] == found
+    assert read_divergence(tmp_path / "kl.json", compared(["tiny"]), "mine")[0].divergence == found

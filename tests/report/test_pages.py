@@ -56,9 +56,7 @@ def suite(tmp_path_factory):
     found = SuiteDivergence(
         "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
     )
-    models = [
-        model.with_extra("divergence", found if model.model == "tiny" else None) for model in compare_suite(folder)
-    ]
+    models = [replace(model, divergence=found) if model.model == "tiny" else model for model in compare_suite(folder)]
     compared = comparison_page(models, folder.name)
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
     name = "org--a-model-with-a-long-name-70b-instruct"

@@ -18,7 +18,6 @@ from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, scores_page, su
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
 from flexgen_helm.report.suite import read_suite, suite_to_json
 from flexgen_helm.report.tables import Table, comparison_to_json
-from flexgen_helm.report.throughput import padding
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
 
@@ -57,21 +56,16 @@ def test_scores_have_errors_counts_and_the_names_that_were_typed(suite):
     assert "model=flexgen_" not in page.to_text()
 
 
-def test_throughput_padding_and_usage(suite):
+def test_throughput_and_usage(suite):
     report = read_suite(suite)
-    _, throughputs, usage, compared, paddings = suite_page(report).sections
+    _, throughputs, usage, compared = suite_page(report).sections
     # 5 x 500 prompt tokens and 4 x 2 output tokens in 4 s, half of the prompts computed.
     assert rows_of(throughputs.tables[0])[2] == ["mc:mode=a", "fp16", "4", "2,500", "1,250", "8", "4.0 s", "627"]
-    # To the longest: 4 x (1000 + 2).
-    assert list(paddings.tables[0].cells)[2:] == ["no padding", "in buckets of 32", "to the longest"]
-    assert rows_of(paddings.tables[0])[2][2:] == ["2,508", "4,008", "4,008"]
-    assert paddings.tables[0].marks["no padding"][2].high == pytest.approx(100 * 2508 / 4008)
     rows = {row[0]: row[1:] for row in rows_of(usage.tables[0])}
     assert rows["time, measured"] == ["16.0 s", "16.0 s"] and rows["disk to memory: weights"] == ["3 GiB"] * 2
     assert rows["peak in memory"] == ["2 GiB"] * 2 and rows["limit in memory"] == ["4 GiB"] * 2
     assert "memory to GPU: weights" not in rows and "limit in GPU memory" not in rows
-    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[1].title == "4bit against fp16: verdicts"
-    assert compared.tables[2].title == "4bit against fp16"
+    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[1].title == "4bit against fp16"
     json.dumps(suite_to_json(report), allow_nan=False)
 
 
@@ -139,7 +133,7 @@ def test_many_runs_are_pooled_and_fit(tmp_path):
     assert len(every.cells) == 114 and every.collapsed and not pooled.collapsed
     text = page.to_text()
     assert max(map(len, text.splitlines())) <= TEXT_WIDTH
-    assert page.to_html().count("<details>") == 4
+    assert page.to_html().count("<details>") == 3
 
 
 def test_a_run_of_another_client_is_among_the_scores_of_run(suite):
@@ -240,17 +234,6 @@ def test_names_of_runs_break_after_commas_and_are_escaped():
     made = Page("t", "s", [Section("x", [table])], {}).to_html()
     assert "mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</span></th>" in made
     assert '<td class="number" data-label="tokens"><span>1,234</span></td>' in made
-
-
-def test_efficiency_of_padding():
-    def cost(prompt, output):
-        return Cost(prompt_tokens=prompt, output_tokens=output)
-
-    assert padding([]) == {"to_longest": 1.0, "in_buckets": 1.0}
-    efficiency = padding([cost(10, 2), cost(30, 2), cost(20, 6)])
-    assert efficiency["to_longest"] == pytest.approx(70 / (3 * 36)) == efficiency["in_buckets"]
-    efficiency = padding([cost(10, 1) for _ in range(32)] + [cost(40, 1) for _ in range(32)])
-    assert efficiency["in_buckets"] == 1.0 and efficiency["to_longest"] == pytest.approx((11 + 41) / 82)
 
 
 def chat_record(applied=True, **settings):

@@ -214,7 +214,7 @@ def answers(lost, won, count):
          "run a with -m 1900; stored answers are not computed again"),
         (0, 0, 79, {"available": 79},
          "too few questions to tell: lost 0 and won 0 of 79; about 940 can show equivalence",
-         "add other data, or take a larger --margin: the least that all of it can show is of a 7 %"),
+         "take --margin 7 for a, the least that all of the data can show, or add other data"),
         (0, 0, 500, {}, "equivalent within 1 pp", None),
         (60, 60, 5153, {}, "equivalent within 1 pp", None),
         (100, 60, 5153, {}, "worse", None),

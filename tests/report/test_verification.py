@@ -22,12 +22,12 @@ from flexgen_helm.report.verification import (
     compare,
     draw,
     drawn_numbers,
+    packed_bundle,
     plain_result,
     read_bundle,
     sample_size,
     share_above,
     upper_bound,
-    write_bundle,
 )
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
 from flexgen_helm.response_cache import decode_result
@@ -101,7 +101,7 @@ def test_sums_differ_by_parts_of_their_value():
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
-    write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
+    (tmp_path / "b.zst").write_bytes(packed_bundle(MANIFEST, DRAWN))
     manifest, (answer,) = read_bundle(tmp_path / "b.zst")
     assert manifest == MANIFEST
     assert json.dumps(asdict(answer)) == json.dumps(asdict(DRAWN[0]))
@@ -163,7 +163,7 @@ def peak_bytes(call):
 )  # fmt: skip
 def test_bytes_that_are_lost_changed_or_behind_the_end(tmp_path, change):
     path = tmp_path / "b.zst"
-    write_bundle(path, MANIFEST, DRAWN)
+    path.write_bytes(packed_bundle(MANIFEST, DRAWN))
     path.write_bytes(change(path.read_bytes()))
     refuse(path)
 
@@ -201,7 +201,7 @@ CHANGES = {
 def test_content_of_another_form_ends_in_a_sentence(tmp_path, name):
     old, new, is_line = CHANGES[name]
     path = tmp_path / "b.zst"
-    write_bundle(path, MANIFEST, DRAWN)
+    path.write_bytes(packed_bundle(MANIFEST, DRAWN))
     parts = lines(path)
     assert old in parts[bool(is_line)]
     parts[bool(is_line)] = parts[bool(is_line)].replace(old, new)
@@ -211,5 +211,5 @@ def test_content_of_another_form_ends_in_a_sentence(tmp_path, name):
 
 def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "_LIMIT", 100)
-    with pytest.raises(FlexgenError, match="b.zst would have"):
-        write_bundle(tmp_path / "b.zst", MANIFEST, DRAWN)
+    with pytest.raises(FlexgenError, match="the bundle would have"):
+        (tmp_path / "b.zst").write_bytes(packed_bundle(MANIFEST, DRAWN))
