@@ -191,6 +191,5 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli.main(["--version"]) == 1
-    assert (
-        capsys.readouterr().err == "flexgen-helm: /dev/stdout cannot be used: No space left on device; free some room\n"
-    )
+    said = "flexgen-helm: /dev/stdout cannot be used: No space left on device; free some room\n"
+    assert capsys.readouterr().err == said

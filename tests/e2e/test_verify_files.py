@@ -151,7 +151,9 @@ def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_pat
     assert done.stdout.startswith("passed: 12 of 12 answers equal within 0.001 (by transformers in float32; ")
     for more, how in (((), "equal to the bit"), (("--with", "transformers"), "equal within 0.001 (by transformers")):
         done = run("verify", bundle, *more)
-        assert done.returncode == 0 and done.stdout.startswith(f"12 of 12 answers {how}"), done.stdout + done.stderr
+        assert done.returncode == 0 and done.stdout.startswith(f"passed: 12 of 12 answers {how}"), (
+            done.stdout + done.stderr
+        )
 
 
 def test_what_lacks_its_record_or_its_requests_is_refused(run, few, folder, tmp_path):
