@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ from flexgen_helm.checkpoint.folder import CONFIG, read_config, read_json
 from flexgen_helm.checkpoint.quantized.config import Quantization, read_quantization
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.files import closest, listed
-from flexgen_helm.models.config import ModelConfig, expert_of, tensor_shapes
+from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, expert_of
+from flexgen_helm.quant.formats import BlockFormat
 from flexgen_helm.quant.precisions import PRECISIONS, Precision, PublishedFormats, precision_named
 
 # What HELM's names of our models begin with.
@@ -208,14 +210,27 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
     quantization = _quantization(resolved)
     if quantization is None:
         return named
+    return replace(named, published=_planned_formats(read_model_config(resolved)[0], quantization))
+
+
+@lru_cache(maxsize=2)  # the precisions of a model share them
+def _planned_formats(config: ModelConfig, quantization: Quantization) -> PublishedFormats:
+    """Return what `quantization` says of a model's matrices; what it ignores is asked by name, the rest by kind."""
+    found: dict[str, dict[str, BlockFormat]] = {}
+    for first in {*config.first_stages.values()} - {EMBED, HEAD}:
+        found[first] = {
+            name.removeprefix(first): fmt
+            for name, shape in config.stage_tensors(first)
+            if len(shape) == 2 and (quantization.method != "mxfp4" or expert_of(name))
+            if not name.endswith(".router.weight") and (fmt := quantization.planned_format(shape[1])) is not None
+        }
     formats = {
-        name: fmt
-        for name, shape in tensor_shapes(read_model_config(resolved)[0]).items()
-        if len(shape) == 2 and name.startswith("layers.") and (quantization.method != "mxfp4" or expert_of(name))
-        if not name.endswith(".router.weight") and not _is_ignored(name, quantization.ignored)
-        if (fmt := quantization.planned_format(shape[1])) is not None
+        stage + name: fmt
+        for stage, first in config.first_stages.items()
+        for name, fmt in found.get(first, {}).items()
+        if not quantization.ignored or not _is_ignored(stage + name, quantization.ignored)
     }
-    return replace(named, published=PublishedFormats(formats, bool(formats)))
+    return PublishedFormats(formats, bool(formats), are_alike=not quantization.ignored)
 
 
 def _is_ignored(name: str, ignored: Iterable[str]) -> bool:

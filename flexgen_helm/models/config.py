@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain
@@ -116,6 +116,10 @@ class ModelConfig(Identified, ABC):
 
         Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
         """
+
+    @abstractmethod
+    def layer_kind(self, layer: int) -> Hashable:
+        """Return what layers share whose tensors have equal shapes; layer: counted in the whole model."""
 
     @cached_property
     @abstractmethod
@@ -269,7 +273,19 @@ class ModelConfig(Identified, ABC):
     @property
     def num_parameters(self) -> int:
         """Distinct parameters; a tied head counts once."""
-        return sum(prod(shape) for shape in tensor_shapes(self).values())
+        firsts = self.first_stages.values()
+        values = {stage: sum(prod(shape) for _, shape in self.stage_tensors(stage)) for stage in {*firsts}}
+        return sum(values[stage] for stage in firsts)
+
+    @cached_property
+    def first_stages(self) -> Mapping[str, str]:
+        """Stage -> the first one with tensors of equal shapes: sizes are computed once for all of a kind."""
+        found: dict[Hashable, str] = {}
+        kinds = {
+            stage: stage if stage in (EMBED, HEAD) else self.layer_kind(int(stage.removeprefix("layers.")))
+            for stage in stage_names(self)
+        }
+        return {stage: found.setdefault(kind, stage) for stage, kind in kinds.items()}
 
     @cached_property
     def head_flops_per_token(self) -> int:

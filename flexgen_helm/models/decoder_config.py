@@ -150,6 +150,9 @@ class DecoderConfig(
         else:
             yield from self._layer_tensors(stage, self.moe(int(stage.removeprefix("layers.")) - self.layers_before))
 
+    def layer_kind(self, layer: int) -> MoEConfig | None:
+        return self.moe(layer - self.layers_before)
+
     def _layer_tensors(self, stage: str, moe: MoEConfig | None) -> TensorShapes:
         hidden, residual = self.hidden_size, RESIDUALS[self.residual]
         has_norm = residual.input_norm or residual.sum_norm

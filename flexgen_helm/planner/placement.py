@@ -6,13 +6,14 @@ machine. No torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, expert_of, stage_names, tensor_shapes
+from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, expert_of, tensor_shapes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 
@@ -32,6 +33,25 @@ def limit_flag(tier: Tier) -> str:
 
 # What to do where memory runs out although the ledgers had room; a GPU's limit holds for computing, too.
 MEMORY_ADVICE = "raise --gpu-memory, or lower --cpu-memory so that more is kept free"
+
+
+class StageSizes(NamedTuple):
+    """Sizes of a stage's tensors.
+
+    num_bytes, expert_bytes: of its matrices, and of those that belong to experts.
+    expert_slot: bytes of the slot for its largest expert.
+    largest_matrix: in bytes.
+    num_values: of its matrices.
+    vector_values, float32_values: of its vectors in the compute dtype, and of those that are always in float32.
+    """
+
+    num_bytes: int
+    expert_bytes: int
+    expert_slot: int
+    largest_matrix: int
+    num_values: int
+    vector_values: int
+    float32_values: int
 
 
 @dataclass(frozen=True)
@@ -55,33 +75,49 @@ class StorageSizes:
         return {n: self.num_bytes(n, shape) for n, shape in tensor_shapes(self.config).items() if len(shape) > 1}
 
     @cached_property
+    def matrix_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(stage.num_bytes for stage in self.stages.values())
+
+    @cached_property
+    def largest_matrix(self) -> int:
+        """Bytes of the largest matrix."""
+        return max(stage.largest_matrix for stage in self.stages.values())
+
+    @cached_property
     def num_values(self) -> int:
         """Values of all matrices."""
-        return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) > 1)
+        return sum(stage.num_values for stage in self.stages.values())
 
     def vector_bytes(self, compute_bytes: int) -> int:
         """Bytes of all vectors: on the compute tier, in elements of `compute_bytes` or in float32."""
-        values, in_float32 = self._vector_values
-        return compute_bytes * values + 4 * in_float32
+        stages = self.stages.values()
+        return sum(compute_bytes * stage.vector_values + 4 * stage.float32_values for stage in stages)
 
     @cached_property
-    def _vector_values(self) -> tuple[int, int]:
-        """Values of vectors in the compute dtype, and of those that have float32 whatever that is."""
-        counts = [0, 0]
-        for name, shape in tensor_shapes(self.config).items():
+    def stages(self) -> Mapping[str, StageSizes]:
+        """Sizes of each stage; of layers alike they are computed once, unless each has formats of its own."""
+        firsts = self.config.first_stages
+        published = self.precision.published
+        if published.by_name and not published.are_alike:
+            firsts = {stage: stage for stage in firsts}
+        sizes = {stage: self._stage_sizes(stage) for stage in dict.fromkeys(firsts.values())}
+        return {stage: sizes[first] for stage, first in firsts.items()}
+
+    def _stage_sizes(self, stage: str) -> StageSizes:
+        largest = num_bytes = num_values = 0
+        vectors, experts, slots = [0, 0], 0, Counter[str]()
+        for name, shape in self.config.stage_tensors(stage):
             if len(shape) == 1:
-                counts[self.config.has_float32(name)] += shape[0]
-        return counts[0], counts[1]
-
-    @cached_property
-    def stages(self) -> Mapping[str, tuple[int, int]]:
-        """Bytes of each stage's matrices, and of those that belong to experts."""
-        found = {}
-        for stage in stage_names(self.config):
-            names = [name for name, shape in self.config.stage_tensors(stage) if len(shape) > 1]
-            experts = sum(self.matrices[name] for name in names if expert_of(name))
-            found[stage] = sum(self.matrices[name] for name in names), experts
-        return found
+                vectors[self.config.has_float32(name)] += shape[0]
+                continue
+            size = self.num_bytes(name, shape)
+            largest, num_bytes, num_values = max(largest, size), num_bytes + size, num_values + prod(shape)
+            if (expert := expert_of(name)) is not None:
+                experts += size
+                # Padded to a page, and one more, because a matrix may begin within a page of its file.
+                slots[expert] += (-(-size // ALIGNMENT) + 1) * ALIGNMENT
+        return StageSizes(num_bytes, experts, max(slots.values(), default=0), largest, num_values, *vectors)
 
 
 # Reads tensor sizes once: plans of a model share them.
@@ -274,21 +310,14 @@ class StagingSizes:
 
 
 def expert_slot_bytes(storage: StorageSizes) -> int:
-    """Return the bytes of the largest expert; 0 without experts.
-
-    Each of its matrices is padded to a page, and has one more, because it may begin within a page of its file.
-    """
-    sizes: dict[str, int] = {}
-    for name, num_bytes in storage.matrices.items():
-        if (expert := expert_of(name)) is not None:
-            sizes[expert] = sizes.get(expert, 0) + (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT
-    return max(sizes.values(), default=0)
+    """Return the bytes of the largest expert in a slot; 0 without experts."""
+    return max(stage.expert_slot for stage in storage.stages.values())
 
 
 def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
     slot = expert_slot_bytes(storage)
-    always = {stage: num_bytes - experts for stage, (num_bytes, experts) in storage.stages.items() if stage != EMBED}
+    always = {name: stage.num_bytes - stage.expert_bytes for name, stage in storage.stages.items() if name != EMBED}
     largest = wanted = max(always.values())
     if not slot or largest != always.get(HEAD):
         wanted *= 2
@@ -298,17 +327,17 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
         total = largest + MIN_STAGING_BYTES
     if not slot:
         return StagingSizes(total)
-    experts = max(experts for _, experts in storage.stages.values())
+    experts = max(stage.expert_bytes for stage in storage.stages.values())
     ahead = min(_AHEAD_SHARE * experts, _STAGING_SHARE / 2 * limit)
     return StagingSizes(total, max(MIN_EXPERT_SLOTS * slot, int(ahead)))
 
 
 def loader_buffer_bytes(storage: StorageSizes, has_gpu: bool) -> int:
     """Bound the host memory through which loaders read weights from the disk: to a device, or to gather rows."""
-    gathered = NUM_LOADERS * gather_bytes(max(storage.matrices.values())) * storage.precision.published.are_gathered
+    gathered = NUM_LOADERS * gather_bytes(storage.largest_matrix) * storage.precision.published.are_gathered
     if not has_gpu:
         return gathered
-    largest = (max(storage.matrices.values()), expert_slot_bytes(storage))  # each kind has its own loaders
+    largest = (storage.largest_matrix, expert_slot_bytes(storage))  # each kind has its own loaders
     pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
     return gathered + NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
 

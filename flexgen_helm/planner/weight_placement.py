@@ -100,7 +100,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
     sizes, compute_bytes = model.matrices, machine.compute_bytes
     vector_bytes = model.vector_bytes(compute_bytes)
-    total = sum(sizes.values())
+    total = model.matrix_bytes
     copies_fit = keeps_copies(model, machine)
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
@@ -118,12 +118,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
         return resident
     else:
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
-        room = limits[compute_tier] - staging.num_bytes - least_run_bytes(model, compute_bytes)
-        room -= 0 if has_gpu else loader_buffer_bytes(model, has_gpu)
-        near = min(1.0, max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes) / total)
-        on_host = min(1.0 - near, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
-        fractions: dict[Tier, float] = {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
-        placed = choose_tiers(sizes, fractions)
+        placed = choose_tiers(sizes, _rule_of_thumb(model, machine))
         used = staging.used(placed, compute_tier)
         plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
@@ -143,6 +138,18 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     return plan
 
 
+def _rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
+    """Return the fractions by tier of weights that the compute tier does not hold."""
+    compute_tier, compute_bytes, total = machine.compute_tier, machine.compute_bytes, model.matrix_bytes
+    room = machine.compute_limit - staging_sizes(model, machine.compute_limit).num_bytes
+    room -= least_run_bytes(model, compute_bytes)
+    room -= 0 if machine.has_gpu else loader_buffer_bytes(model, has_gpu=False)
+    near = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)) / total
+    near = min(1.0, near)
+    on_host = min(1.0 - near, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total) if machine.has_gpu else 0.0
+    return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
+
+
 def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
     """Return whether weights that are all resident are kept in the compute dtype: if that is of use, and they fit."""
     if machine.multiplied_as_stored is not None:
@@ -157,7 +164,7 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
     A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few experts give way,
     too: they save less of a reading than the hidden states that have their memory.
     """
-    staging, total = staging_sizes(model, machine.compute_limit), sum(model.matrices.values())
+    staging, total = staging_sizes(model, machine.compute_limit), model.matrix_bytes
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
     has_gpu = machine.has_gpu
     while share := policy.wg if has_gpu else policy.wc:
@@ -166,7 +173,7 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
         taken = sum(model.matrices[name] for name in near)
         excess = taken + beside - machine.compute_limit
         experts = sum(model.matrices[name] for name in near if expert_of(name))
-        if experts < _FEW_EXPERTS * sum(with_experts for _, with_experts in model.stages.values()):
+        if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
             excess = max(excess, experts)
         if taken in (0, total) or excess <= 0:
             break
@@ -207,7 +214,7 @@ def least_limit(model: StorageSizes, compute_bytes: int) -> int:
     # The staging ring grows with the limit, by less than the half of it.
     while (needed := beside + staging_sizes(model, limit).num_bytes) > limit:
         limit = needed
-    return min(limit, beside + sum(model.matrices.values()))
+    return min(limit, beside + model.matrix_bytes)
 
 
 def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> None:
@@ -217,7 +224,7 @@ def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> No
     """
     limit, staging = machine.compute_limit, staging_sizes(model, machine.compute_limit).num_bytes
     vector_bytes = model.vector_bytes(machine.compute_bytes)
-    if limit < vector_bytes + min(staging, sum(model.matrices.values())):
+    if limit < vector_bytes + min(staging, model.matrix_bytes):
         least = least_limit(model, machine.compute_bytes)
         tier = machine.compute_tier
         if machine.has_gpu:  # computing may have a third of the limit
@@ -240,7 +247,7 @@ _COMPUTE_DTYPES = {"gpu": "float16", "cpu": "float32"}
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of all weights as stored."""
     storage = storage_sizes(config, precision)
-    return sum(storage.matrices.values()) + storage.vector_bytes(_STORED_BYTES)
+    return storage.matrix_bytes + storage.vector_bytes(_STORED_BYTES)
 
 
 def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0) -> Fit:
@@ -263,14 +270,19 @@ def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], f
 def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: int) -> dict[Tier, int] | None:
     """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
     compute_tier: Tier = "gpu" if gpu else "cpu"
-    storage = storage_sizes(config, precision)
+    model = storage_sizes(config, precision)
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
-    machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
-    # As `place_weights` decides; most models end here.
-    if sum(sizes.values()) + _least_bytes(storage, machine.compute_bytes) <= machine.compute_limit:
+    machine, total = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), model.matrix_bytes
+    vector_bytes = model.vector_bytes(machine.compute_bytes)
+    # As `place_weights` decides, to a matrix; most models end here.
+    left = machine.compute_limit - total - vector_bytes
+    if left >= least_run_bytes(model, machine.compute_bytes):
         return {"cpu": 0, "disk": 0}
-    try:
-        placement = place_weights(storage, machine)
-    except MemoryLimitError:
-        return None
-    return {"cpu": sum(placement.bytes_on("cpu").values()), "disk": sum(placement.bytes_on("disk").values())}
+    needed = {tier: int(share * total) for tier, share in _rule_of_thumb(model, machine).items()}
+    offloaded: dict[Tier, int] = {"cpu": needed["cpu"] if machine.has_gpu else 0, "disk": needed["disk"]}
+    needed[compute_tier] += vector_bytes + staging_sizes(model, machine.compute_limit).num_bytes
+    if needed["disk"]:
+        needed["cpu"] += loader_buffer_bytes(model, machine.has_gpu)
+    if all(needed[tier] <= limits[tier] for tier in TIERS):
+        return offloaded
+    return {"cpu": 0, "disk": 0} if left >= 0 else None

@@ -130,10 +130,12 @@ class PublishedFormats(Identified, name="PublishedFormats"):
     They are no part of a precision's text: the checkpoint's fingerprint says which it has.
 
     are_gathered: codes and scales are in places of their own.
+    are_alike: layers with equal shapes have equal formats.
     """
 
     by_name: Mapping[str, BlockFormat]
     are_gathered: bool = False
+    are_alike: bool = False
 
     def identity_text(self) -> str:
         return ""

@@ -270,6 +270,9 @@ class TransformersConfig(
         """The kind of each layer."""
         return tuple(self.modules.kind(self.layers_before + layer) for layer in range(self.num_layers))
 
+    def layer_kind(self, layer: int) -> int:
+        return self.modules.layer_kinds[layer]
+
     def stage_tensors(self, stage: str) -> TensorShapes:
         """Yield names and shapes; what is no matrix is flat."""
         if stage not in (EMBED, HEAD):
