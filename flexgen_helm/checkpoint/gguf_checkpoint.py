@@ -54,7 +54,10 @@ class GgufCheckpoint(Checkpoint):
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
             if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
-                raise CheckpointError(f"{tensor.file.path} ends {missing} bytes before the end of tensor {tensor.name}")
+                raise CheckpointError(
+                    f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor {tensor.name}; "
+                    f"fetch it again"
+                )
             _require_known_type(tensor)
         architecture = architecture_of_gguf(name)
         factor_names = _ROPE_FACTORS.get(architecture.name, ())

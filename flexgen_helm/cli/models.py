@@ -100,7 +100,9 @@ def models(
         f"that is not here also needs disk for its download. {machine.gpu[0].upper()}{machine.gpu[1:]}.",
         width=100,
     )
-    say_example(rows[0].name)
+    fits = (row.name for row in rows if row.fits and not row.fits["fp16"].startswith("too large"))
+    if (name := next(fits, None)) is not None:
+        say_example(name)
 
 
 def this_machine() -> Machine:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import listed
 from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 
@@ -223,6 +225,8 @@ def split_precisions(text: str) -> list[str]:
 def precision_named(name: str) -> Precision:
     """Return one of `PRECISIONS`. Raises `UsageError`, with the names of all."""
     if name not in PRECISIONS:
+        close = difflib.get_close_matches(str(name), PRECISIONS, n=2)  # '4bits' is near 4bit and 4bit-s
+        meant = f"did you mean {listed(close)}? " if close else ""
         known = ", ".join(PRECISIONS)
-        raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
+        raise UsageError(f"precision {name!r} is not available in this version; {meant}take one of {known}")
     return PRECISIONS[name]
