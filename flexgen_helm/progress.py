@@ -53,6 +53,8 @@ _TITLES: dict[PhaseName, str] = {
     "metrics": "computing metrics",
     "work": "working",
 }
+# Seconds that a drawn token waits at most to be written.
+KEEP_EVERY_S = 10.0
 # Seconds between two looks at a folder that another program fills.
 _LOOK_EVERY_S = 0.25
 

@@ -27,14 +27,14 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.progress import Message, report
+from flexgen_helm.progress import KEEP_EVERY_S, Message, report
 from flexgen_helm.request import MAX_COMPLETIONS, Completion, Cost, DrawnToken, GenerationResult, TopLogprobs
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
 MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
-# Seconds that a drawn token waits at most to be written; where that takes more than 1 % of the time, up to the second.
-KEEP_EVERY_S, _KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 10.0, 300.0, 0.01
+# Where writing drawn tokens takes more than this share of the time, they wait longer, at most so many seconds.
+_KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 300.0, 0.01
 _BEGIN = "BEGIN IMMEDIATE"  # takes the write lock at once: a reader that upgrades later could fail without waiting
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 

@@ -14,8 +14,8 @@ from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
+from flexgen_helm.progress import KEEP_EVERY_S
 from flexgen_helm.request import DrawnToken, GenerationResult, Progress
-from flexgen_helm.response_cache import KEEP_EVERY_S
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items

@@ -86,7 +86,7 @@ def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):
 
     def waiting(compute: Any, _: int, batches: Any) -> Any:
         hidden = compute()
-        batches[0].hidden.sum().item()
+        hidden[0].sum().item()
         return hidden
 
     replace_layers(monkeypatch, waiting)

@@ -36,7 +36,7 @@ def fails_once(patch, after: int) -> list[tuple[int, int]]:
 
     run, computed = Engine.run, []
 
-    def failing(self, requests, *, on_result, should_stop):
+    def failing(self, requests, *, on_result, should_stop, **options):
         delivered = []
 
         def deliver(index, result):
@@ -46,7 +46,7 @@ def fails_once(patch, after: int) -> list[tuple[int, int]]:
             on_result(index, result)
 
         try:
-            return run(self, requests, on_result=deliver, should_stop=should_stop)
+            return run(self, requests, on_result=deliver, should_stop=should_stop, **options)
         finally:
             computed.append((len(requests), len(delivered)))
 

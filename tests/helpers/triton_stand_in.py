@@ -36,4 +36,4 @@ def block_format(given: dict[str, Any], layout: Tensor) -> BlockFormat:
 
     (codes,), scales, offsets, zeros = (tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4])
     size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["numbers"][4]
-    return BlockFormat("", codes.count, size, codes, scales, offsets, subtracts, zeros, divides)
+    return BlockFormat("", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"])

@@ -16,7 +16,7 @@ from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites, pickled_mo
 from tests.helpers.shares import share
 from tests.helpers.small_disks import read_only, small_disk
 
-PHASES = ("load", "convert", "compute", "cache", "write", "rename")  # the last two: of results too
+PHASES = ("load", "convert", "compute", "draw", "cache", "write", "rename")  # the last two: of results too
 
 
 @pytest.fixture(scope="module")
