@@ -182,7 +182,9 @@ class ResponseCache:
                 completions[completion] += tokens
         longest = {key: max(of.values(), key=lambda drawn: sum(map(len, drawn))) for key, of in found.items()}
         taken = {key: drawn for key, drawn in longest.items() if any(drawn)}
-        self.put_many({}, {key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()}, taken)
+        if taken:
+            rows = {key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()}
+            self.put_many({}, rows, taken)
         return taken
 
     def _select(self, query: str, keys: Iterable[str], order: str = "") -> Iterator[tuple[Any, ...]]:
