@@ -193,8 +193,8 @@ class ResponseCache:
         with self._explained():
             for start in range(0, len(wanted), _KEYS_PER_QUERY):
                 part = wanted[start : start + _KEYS_PER_QUERY]
-                places = ",".join("?" * len(part))
-                yield from self._connection.execute(f"{query} key IN ({places}) {order}", part).fetchall()
+                marks = ",".join("?" * len(part))
+                yield from self._connection.execute(f"{query} key IN ({marks}) {order}", part).fetchall()
 
     def put_many(
         self,

@@ -56,7 +56,7 @@ class GgufCheckpoint(Checkpoint):
             if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
                 raise CheckpointError(
                     f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor {tensor.name}; "
-                    f"fetch it again"
+                    "fetch it again"
                 )
             _require_known_type(tensor)
         architecture = architecture_of_gguf(name)

@@ -139,7 +139,7 @@ class Run:
 
     @property
     def restart_s(self) -> float:
-        """Seconds that the prompts of what is under way take when an interrupted run goes on."""
+        """Seconds of computing the prompts of unfinished answers again when an interrupted run goes on."""
         return sum(request.restart_s for request in {sequence.request for sequence in self._scheduler.running})
 
     @property

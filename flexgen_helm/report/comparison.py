@@ -313,8 +313,8 @@ class ModelComparison:
 
     def is_everywhere(self, precision: str, *decisions: Decision) -> bool:
         """Whether a precision has one of the verdicts on every run entry, or pool of them."""
-        found = [(one.run, one.equivalence) for one in self.judged(precision)]
-        known = {run for run, verdict in found if verdict and verdict.decision in decisions}
+        judged = self.judged(precision)
+        known = {one.run for one in judged if one.equivalence and one.equivalence.decision in decisions}
         return known == {one.run for one in self.by_scenario}
 
     @cached_property

@@ -7,7 +7,7 @@ A harness may ask from many threads, one request per thread, as HELM does. The s
     respond(model, request)    what a client calls: wait for one result, submitted before or not
 
 Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests are computed once.
-Results are stored in the response cache as they finish, and tokens as they are drawn, so an interrupted run repeats
+Results are stored in the response cache as they finish, and drawn tokens until then, so an interrupted run repeats
 only the last few.
 """
 
