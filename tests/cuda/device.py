@@ -43,7 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
-from tests.cuda.memory import Allocator, Block, Lease
+from tests.cuda.memory import Allocator, Block
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
 from tests.helpers.fused_attention import KERNELS
 
@@ -120,23 +120,19 @@ class CudaTensor(Tensor):
     """A tensor of the device: `values` on the CPU, in a block of the device's memory."""
 
     values: Tensor
-    lease: Lease
+    block: Block
 
     @staticmethod
-    def __new__(cls, values: Tensor, lease: Lease, device: torch.device) -> CudaTensor:
+    def __new__(cls, values: Tensor, block: Block, device: torch.device) -> CudaTensor:
         made = Tensor._make_wrapper_subclass(
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
             layout=values.layout, device=device, requires_grad=False,
         )  # fmt: skip
-        made.values, made.lease = values, lease
+        made.values, made.block = values, block
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CudaTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    @property
-    def block(self) -> Block:
-        return self.lease.block
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.block.users.add(stream.actor)
@@ -150,10 +146,6 @@ class CudaTensor(Tensor):
         last = first + sum((n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride()))
         size, origin = self.values.element_size(), self.block.start
         return origin + first * size, origin + (last + 1) * size
-
-    @property
-    def ordering(self) -> Ordering:
-        return self.lease.ordering
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -188,41 +180,33 @@ class _Mode(TorchDispatchMode):
         return self._world.dispatch(func, args, kwargs or {})
 
 
-class _StreamContext:
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
     """`torch.cuda.stream`."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        world = _world()
-        self._before = world.current_device()
-        if self.stream is not None:
-            self._stream_before = world.current_stream(self.stream.device)
-            world.set_device(self.stream.device)
-            world.set_stream(self.stream)
-
-    def __exit__(self, *_: object) -> None:
-        world = _world()
-        if self.stream is not None:
-            world.set_stream(self._stream_before)
-        world.set_device(self._before)
+    if stream is None:
+        yield
+        return
+    world = _world()
+    before = world.current_stream(stream.device)
+    with _on_device(stream.device):
+        world.set_stream(stream)
+        try:
+            yield
+        finally:
+            _world().set_stream(before)
 
 
-class _DeviceContext:
+@contextmanager
+def _on_device(device: Any) -> Iterator[None]:
     """`torch.cuda.device`."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        world = _world()
-        self._before = world.current_device()
-        if self._device is not None:
-            world.set_device(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        _world().set_device(self._before)
+    world = _world()
+    before = world.current_device()
+    if device is not None:
+        world.set_device(device)
+    try:
+        yield
+    finally:
+        _world().set_device(before)
 
 
 class _Runtime:
@@ -326,16 +310,12 @@ class Device:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         memory = self.memory[self.index_of(device)]
-        return memory.total - memory.reserved, memory.total
+        return memory.total - memory.in_use, memory.total
 
     def limit(self, fraction: float, device: Any = None) -> None:
         assert 0 <= fraction <= 1
         memory = self.memory[self.index_of(device)]
         memory.allowed = int(fraction * memory.total)
-
-    def empty_cache(self) -> None:
-        for memory in self.memory:
-            memory.empty_cache()
 
     # Host memory
 
@@ -409,8 +389,8 @@ class Device:
     def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
-        lease = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
-        return CudaTensor(values, lease, torch.device("cuda", index))
+        block = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
+        return CudaTensor(values, block, torch.device("cuda", index))
 
     def launch(self, what: str, device: Any, reads: list[CudaTensor], writes: list[CudaTensor]) -> None:
         """Run one kernel or copy on the device's current stream; a kernel reports this thread's last error."""
@@ -424,7 +404,7 @@ class Device:
                 for tensor in tensors:
                     first, end = tensor.span
                     # The package keeps small tensors for good: those of a test before this one have no clocks here.
-                    if end > first and tensor.ordering is self.ordering:
+                    if end > first and tensor.block.allocator.ordering is self.ordering:
                         self.ordering.access(tensor.block.accesses, first, end, stream, is_write, what, trail)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -585,7 +565,7 @@ class Device:
                 return own
         base = storages.get(value.untyped_storage()._cdata)
         if base is not None:
-            return CudaTensor(value, base.lease, base.device)
+            return CudaTensor(value, base.block, base.device)
         made.append(self.new_tensor(value, operands[0].device))
         return made[-1]
 
@@ -726,17 +706,14 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
             "device_count": lambda: len(world.memory),
             "current_device": world.current_device,
             "set_device": world.set_device,
-            "device": _DeviceContext,
+            "device": _on_device,
             "Stream": Stream,
             "Event": Event,
-            "stream": _StreamContext,
-            "set_stream": world.set_stream,
+            "stream": _on_stream,
             "current_stream": world.current_stream,
-            "default_stream": world.default_stream,
             "synchronize": world.synchronize_device,
             "mem_get_info": world.mem_get_info,
-            "empty_cache": world.empty_cache,
-            "_sleep": lambda cycles: None,
+            "empty_cache": lambda: None,
             "set_per_process_memory_fraction": world.limit,
             "cudart": lambda: _Runtime,
             "get_device_name": lambda device=None: Properties.name,

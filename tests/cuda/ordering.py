@@ -113,9 +113,19 @@ class Ordering:
             for actor, step in clock.items():
                 self.completed[actor] = max(step, self.completed.get(actor, 0))
 
-    def is_completed(self, clock: Clock) -> bool:
-        """Return whether some thread has waited for all of `clock`, so that a query would say so."""
-        return all(self.completed.get(actor, 0) >= step for actor, step in clock.items())
+    def begins(self, stream: int, first: int, end: int) -> list[Access]:
+        """Return what a new block begins with: its bytes may be those that the stream's last step used."""
+        step = self.snapshot(stream)[stream]
+        return [Access(first, end, stream, step, True, "earlier use of the memory", ())] if step > 1 else []
+
+    def reuse(self, accesses: list[Access], stream: int, users: set[int]) -> None:
+        """Count the accesses of a freed block that its stream, the freeing thread, and all waits leave unordered."""
+        with self.lock:
+            for clock in (self._clocks[self.thread()], self.completed, self._clocks[stream]):
+                accesses = [old for old in accesses if clock.get(old.actor, 0) < old.step]
+            for old in accesses:
+                if old.actor not in users:
+                    self.races[self._text(old), f"memory of {self._names[stream]} is freed"] += 1
 
     def record(self, stream: int) -> Recording:
         with self.lock:

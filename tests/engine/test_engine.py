@@ -1,7 +1,5 @@
 """What users meet: documented results at the edges, and bad input that fails alone, clearly and at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -248,31 +246,3 @@ def test_without_tokenizer_files_token_ids_work(tmp_path):
         )
     assert len(ids.completions[0].token_ids) == 4 and ids.completions[0].text == ""
     assert "no tokenizer" in str(text.error) and "no tokenizer" in str(stop.error)
-
-
-@pytest.mark.slow
-def test_dummy_weights_run_and_differ_by_seed():
-    request = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True)
-    found = []
-    for seed in (0, 0, 1):
-        with Engine.from_pretrained("opt-125m", weights="dummy", seed=seed) as engine:
-            result = engine.run([request])[0]
-            assert result.error is None
-            found.append((engine.fingerprint, result.completions[0]))
-    assert found[0] == found[1] and found[0][0] != found[2][0]
-    assert found[0][1].token_ids != found[2][1].token_ids
-
-
-@pytest.mark.parametrize("options", [{}, {"device": "sim", "limits": MemoryLimits(gpu=64 << 20)}])
-def test_rows_of_one_length_decode_in_one_group_and_answer_as_alone(tiny, options):
-    requests = [
-        GenerationRequest(prompt_token_ids=[5 + i, *range(9, 49 + i % 2)], max_tokens=3 + i % 4, ignore_eos=True)
-        for i in range(80)
-    ]
-    with Engine.from_pretrained(tiny("llama").path, **options) as engine:
-        together = engine.run(requests)
-        assert max(result.cost.batch_size for result in together) == 80
-        for request, result in zip(requests[::9], together[::9]):
-            (alone,) = engine.run([request])
-            assert result.completions[0].token_ids == alone.completions[0].token_ids
-            assert result.completions[0].logprobs == pytest.approx(alone.completions[0].logprobs, abs=1e-4)

@@ -232,12 +232,6 @@ def test_the_machine_is_not_measured_for_the_prediction_of_a_short_run(tiny, tmp
         assert engine.last_run["predicted_latency_s"] > 0
 
 
-def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t5")
-    with pytest.raises(UsageError, match="t5"):
-        Engine.from_pretrained(tiny("llama").path, device="cpu")
-
-
 def test_a_folder_that_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(machine_profile, "measure", lambda folder: pytest.fail("it was measured"))

@@ -1,11 +1,7 @@
 """What a layer takes besides its products is measured by a layer: what is slow there is found, and products are not."""
 
-from __future__ import annotations
-
 import math
 import time
-
-import torch
 
 from flexgen_helm.engine import profiler
 from flexgen_helm.kernels import layer_rows
@@ -32,7 +28,7 @@ def test_norms_and_rotations_count_and_products_do_not(monkeypatch):
         assert profiler._host_layer()[0] < 0.03, "seven products take 0.07 s more"
     rotate = layer_rows.rotate
 
-    def slow(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def slow(x, cos, sin):
         time.sleep(0.03 if len(x) > 1 else 0.0)
         return rotate(x, cos, sin)
 

@@ -1,7 +1,5 @@
 """Shared prefixes: the answers of requests that are computed alone, for fewer tokens, on every path."""
 
-from __future__ import annotations
-
 import os
 import random
 
@@ -34,7 +32,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(prefix_tree, "_SEGMENT_S", 1e9)
 
 
-def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
+def tree(seed=0, count=12):
     """Prompts that share beginnings at several depths; one is a beginning of the rest, two are equal."""
     draw = random.Random(seed)
 
@@ -49,7 +47,7 @@ def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
     return made
 
 
-def requests_of(prompts, seed: int = 0) -> list[GenerationRequest]:
+def requests_of(prompts, seed=0):
     draw = random.Random(seed)
     return [
         GenerationRequest(
@@ -145,7 +143,7 @@ def test_scores_of_choices_share_their_question(tiny, tmp_path, monkeypatch, sch
         )
 
 
-def scoring(count: int = 8) -> list[GenerationRequest]:
+def scoring(count=8):
     draw = random.Random(8)
     stem = [draw.randrange(2, VOCABULARY) for _ in range(40)]
     tails = [[10 + i, *(draw.randrange(2, VOCABULARY) for _ in range(i % 4))] for i in range(count)]
@@ -164,7 +162,7 @@ def packed(monkeypatch):
         monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=fmt))
 
 
-def long_tree(seed: int = 0, count: int = 10) -> list[list[int]]:
+def long_tree(seed=0, count=10):
     """Prompts of up to 85 tokens that share beginnings of all lengths."""
     draw = random.Random(seed)
     made = [[draw.randrange(2, VOCABULARY) for _ in range(60)]]

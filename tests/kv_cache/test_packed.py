@@ -1,7 +1,5 @@
 """The packed KV cache: what every query sees, against a slow direct formula, and the same on every path."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The kernels of devices run in `tests/cuda`.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -49,7 +47,7 @@ def close(part, expected):
     return all((a.double() - b).abs().max() < 1e-5 for a, b in zip(part, expected))
 
 
-def chunk(tokens: int) -> Window:
+def chunk(tokens):
     return Window(tokens, is_chunked=True)
 
 

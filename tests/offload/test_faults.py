@@ -1,7 +1,5 @@
 """When memory runs out, a transfer fails or the process dies: the same answers in the end, or one clear error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +27,7 @@ NO_MEMORY = {
 }
 
 
-def workload() -> list[GenerationRequest]:
+def workload():
     """Of each kind: scoring, one token, greedy, sampled, several completions over one prompt."""
     kinds = [dict(max_tokens=0), dict(max_tokens=1), dict(max_tokens=6), dict(max_tokens=5, temperature=0.9),
              dict(max_tokens=4, temperature=0.9, n=3)]  # fmt: skip
@@ -50,7 +48,12 @@ def offloaded(tiny, folder, schedule="zigzag", policy="6x2,0,0,0,100,0,0", **opt
     return Engine.from_pretrained(tiny("llama").path, policy=policy, schedule=schedule, offload_dir=folder, **options)
 
 
-def assert_idle(engine) -> None:
+def assert_same_tokens(found, expected):
+    tokens = [[[c.token_ids for c in result.completions] for result in results] for results in (found, expected)]
+    assert tokens[0] == tokens[1]
+
+
+def assert_idle(engine):
     """Only the weights, their staging ring and the loaders' buffers are claimed."""
     for ledger in engine._tiers.ledgers.values():
         ledger.check()
@@ -147,9 +150,6 @@ def test_a_cache_that_cannot_be_stored_is_never_read_as_if_it_were(tiny, expecte
         assert_same(engine.run(workload()), expected)
 
 
-# Killed at random points. One process imports everything and forks the victims, which costs milliseconds each.
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("precision, mib", [("fp16", 0.4), ("4bit", 0.8), ("paper-4bit", 1.6)])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
@@ -166,9 +166,7 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     ) as engine:
         results = engine.run(requests)
         assert 0 < engine.last_run["peak_bytes"]["disk"] <= limits.disk
-    assert [[c.token_ids for c in r.completions] for r in results] == [
-        [c.token_ids for c in r.completions] for r in expected
-    ]
+    assert_same_tokens(results, expected)
 
 
 @pytest.mark.fast(3)
@@ -194,9 +192,7 @@ def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatc
                 except MemoryLimitError as error:
                     assert "cannot be divided" in str(error) or "cache was stored" in str(error)
                 else:
-                    assert [r.completions[0].token_ids for r in results if r.completions] == [
-                        r.completions[0].token_ids for r in expected if r.completions
-                    ]
+                    assert_same_tokens(results, expected)
             assert_idle(engine)
             assert once.calls  # the fault was on the way
         left = {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}

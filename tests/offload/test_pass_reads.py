@@ -1,7 +1,5 @@
 """What progress says of a pass: its layer, what it has read of how many bytes, and how fast the disk is."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexgen_helm import Engine
@@ -13,12 +11,12 @@ from flexgen_helm.request import GenerationRequest
 class Clock:
     now = 100.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(transfer_stats, "time", clock)
     return clock

@@ -11,8 +11,8 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with
 from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summarize
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import Curve, load_profile
-from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE, Spread
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import search
@@ -54,60 +54,10 @@ class TestThePapersTables:
             row = next(r for r in rows if r["model"] == model and r["system"] == "FlexGen")
             assert tokens / row["predicted_decode_s"] == pytest.approx(rate, rel=0.2)
 
-    def test_the_guard_can_fail(self):
-        """A T4 with a link of half the rate is seen to be wrong."""
-        slow = replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 4))
-        assert max(abs(row["error"] or 0) for row in evaluate_csv(PAPER / "throughput.csv", slow)["rows"]) > 0.5
-
-
-@pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
-class TestTheRangeOfAPlan:
-    def test_it_holds_four_fifths_of_the_rows(self):
-        """As the sentences of the ranges say."""
+    def test_the_range_of_a_plan_holds_four_fifths_of_the_rows(self):
+        """As its sentence says."""
         fitted = evaluate_csv(PAPER / "throughput.csv", T4)["summary"]
         assert (fitted["within_range"]["n"], fitted["n"]) == (25, 28) and "25 of its 28 rows" in FITTED.source
-        rough = evaluate_csv(PAPER / "throughput.csv", data_sheet_t4())["summary"]
-        assert (rough["within_range"]["n"], rough["n"]) == (28, 28)
-        assert rough["within_range"]["times_predicted"] == (0.5, 2.0)
-
-    def test_a_narrower_one_does_not(self):
-        for machine, factor in ((T4, 1.1), (data_sheet_t4(), 1.25)):
-            rows = evaluate_csv(PAPER / "throughput.csv", machine)["rows"]
-            summary = summarize(rows, Spread(1 / factor, factor, ""))
-            assert summary["within_range"]["n"] < 0.8 * summary["n"]
-
-
-def data_sheet_t4():
-    """A T4 described by its data sheet with the shares that the RTX 3090's description has of its own.
-
-    A copy from pageable memory is one within the host, which has nothing to do with the link but cannot exceed it.
-    """
-    other = load_profile("rtx3090")
-    memory, operations, link = 320 / 936, 65 / 142, 15.75 / 31.5
-
-    def scaled(record, factor, *names):
-        return replace(record, **{name: getattr(record, name) * factor for name in names})
-
-    gpu = scaled(
-        other.gpu, memory, "memory_bytes_s", "attention_bytes_s", "dequantize_elements_s", "quantize_elements_s"
-    )
-    products = {
-        dtype: Curve(tuple((rows, rate * operations) for rows, rate in curve.points))
-        for dtype, curve in gpu.matmul_flops.items()
-    }
-    gpu = replace(scaled(gpu, operations, "attention_flops"), matmul_flops=products, memory_bytes=T4.gpu.memory_bytes)
-    pinned = scaled(other.link, link, "to_gpu_bytes_s", "to_cpu_bytes_s")
-    within = {
-        name: min(getattr(pinned, name), getattr(pinned, name.removeprefix("pageable_")))
-        for name in ("pageable_to_gpu_bytes_s", "pageable_to_cpu_bytes_s")
-    }
-    return replace(
-        other,
-        gpu=gpu,
-        link=replace(pinned, **within),
-        cpu=replace(other.cpu, memory_bytes=T4.cpu.memory_bytes),
-        disk=replace(other.disk, bytes=T4.disk.bytes),
-    )
 
 
 def test_a_table_that_cannot_be_read_is_refused_by_line(tmp_path):
@@ -150,7 +100,7 @@ def test_rows_of_other_machines_have_sources_and_errors_by_machine():
 def test_a_rows_machine_and_formats_are_what_is_predicted(tmp_path):
     header, row, *_ = OTHERS.read_text().splitlines()
 
-    def predicted(line: str, hardware=T4) -> float:
+    def predicted(line, hardware=T4):
         table = tmp_path / "table.csv"
         table.write_text(f"{header}\n{line}\n")
         return evaluate_csv(table, hardware)["rows"][0]["predicted_tokens_per_s"]
