@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.cuda.ordering import Access, Ordering
+from tests.cuda.ordering import Access
 
 _UNIT = 512  # bytes; sizes are rounded up
 
@@ -20,12 +20,12 @@ class Block:
     users: streams that `record_stream` named.
     """
 
-    def __init__(self, allocator: Allocator, stream: int, start: int, size: int) -> None:
+    def __init__(self, allocator, stream, start, size):
         self.allocator, self.stream, self.start, self.size = allocator, stream, start, size
         self.accesses: list[Access] = allocator.ordering.begins(stream, start, start + size)
         self.users: set[int] = {stream}
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.allocator.in_use -= self.size
         self.allocator.ordering.reuse(self.accesses, self.stream, self.users)
 
@@ -37,13 +37,13 @@ class Allocator:
     failing: numbers of coming allocations, from 0 on, that find no memory.
     """
 
-    def __init__(self, ordering: Ordering, total: int, first: int) -> None:
+    def __init__(self, ordering, total, first):
         self.ordering, self.total, self.allowed = ordering, total, total
         self.in_use, self.peak, self.num_allocations = 0, 0, 0
         self.failing: set[int] = set()
         self._next = first
 
-    def allocate(self, num_bytes: int, stream: int) -> Block:
+    def allocate(self, num_bytes, stream):
         size = max(_UNIT, -(-num_bytes // _UNIT) * _UNIT)
         with self.ordering.lock:
             self.num_allocations += 1

@@ -40,7 +40,7 @@ _SHAPES = [(67, 300), (9, 4200), (5, 70), (1, 1)]
 _DTYPES = (torch.float16, torch.float32)
 
 
-def values() -> int:
+def values():
     draw = torch.Generator().manual_seed(0)
     count = 0
     shapes = [_SHAPES[:2], _SHAPES, *[_SHAPES[:1]] * 5] * 2
@@ -55,7 +55,7 @@ def values() -> int:
     return count
 
 
-def blocks() -> int:
+def blocks():
     """Any bytes, at an odd address and with rows an odd number of bytes apart."""
     draw = torch.Generator().manual_seed(0)
     count = 0
@@ -74,7 +74,7 @@ def blocks() -> int:
     return count
 
 
-def read_counts() -> list[dict[str, object]]:
+def read_counts():
     """Count how many loads read each byte of packed matrices; equal addresses of one load are one read."""
     masked_load, counts, base = interpreter.InterpreterBuilder.create_masked_load, np.zeros(0, np.int64), 0
 

@@ -216,28 +216,13 @@ def read_of_experts(monkeypatch):
 
 def routing_of(model, tokens, prompt):
     """The experts that the reference's routers select: pass -> layer -> numbers, over all sequences together."""
-    gates = []
-    per_token = model.reference.config.num_experts_per_tok
-    layers = [layer for layer in model.reference.model.layers if hasattr(layer.mlp, "gate")]
-    inputs = []
+    count, chosen = model.reference.config.num_experts_per_tok, []
     for ids in tokens:
-        inputs.clear()
-        hooks = [layer.mlp.gate.register_forward_pre_hook(lambda _, x: inputs.append(x[0])) for layer in layers]
         with torch.no_grad():
-            model.reference(torch.tensor([ids]))
-        for hook in hooks:
-            hook.remove()
-        gates.append(
-            [
-                (x.reshape(len(ids), -1) @ layer.mlp.gate.weight.T).topk(per_token).indices
-                for x, layer in zip(inputs, layers, strict=True)
-            ]
-        )
-    steps = [slice(0, prompt), *(slice(prompt + step, prompt + step + 1) for step in range(len(tokens[0]) - prompt))]
-    return [
-        [set(torch.cat([chosen[layer][step] for chosen in gates]).flatten().tolist()) for layer in range(len(layers))]
-        for step in steps
-    ]
+            logits = model.reference(torch.tensor([ids]), output_router_logits=True).router_logits
+        chosen.append([layer.topk(count).indices for layer in logits])
+    steps = [slice(0, prompt), *(slice(step, step + 1) for step in range(prompt, len(tokens[0])))]
+    return [[{*torch.cat([x[step] for x in layer]).flatten().tolist()} for layer in zip(*chosen)] for step in steps]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

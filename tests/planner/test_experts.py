@@ -24,7 +24,7 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import WD, BlockShape, expected_experts, fitted_skew, fraction_vector
+from flexgen_helm.planner.problem import BlockShape, expected_experts, fitted_skew, fraction_vector
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.request import MemoryLimits
@@ -84,31 +84,6 @@ def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
     largest = max(sum(sizes[name] for name in sizes if expert_of(name) == next(iter(of_experts))), max(sizes.values()))
     for tier, achieved in achieved_fractions(sizes, placed).items():
         assert abs(achieved - fractions[tier]) * sum(sizes.values()) <= 2 * largest
-
-
-def problem(**more):
-    """Qwen3-30B-A3B, 57 GiB, on a laptop with 8 GiB for it."""
-    return planning_problem(
-        config("qwen3-30b-a3b"), load_profile("laptop"), Workload.uniform(64, 32, 256),
-        limits=MemoryLimits(cpu=8 * GIB, disk=100 * GIB), **more,
-    )  # fmt: skip
-
-
-def decode_reads(problem, sequences):
-    """Seconds of the disk in a decode pass, if all weights are there."""
-    costs = block_costs(problem, BlockShape(sequences, 1, ZIGZAG))
-    return float(costs.decode["disk_read"] @ fraction_vector(Policy(1, 1, 0, 0, 0, 1, 0, 1), False))
-
-
-def test_a_pass_reads_the_experts_that_its_tokens_use():
-    one = problem()
-    whole = one.stored_bytes / one.hardware.disk.read_bytes_s
-    for sequences in (1, 8, 64):
-        used = 1 - (1 - 8 / 128) ** sequences
-        assert decode_reads(one, sequences) == pytest.approx(whole * used, rel=0.05)
-    assert decode_reads(one, 1024) == pytest.approx(whole, rel=0.05)
-    prefill = block_costs(one, BlockShape(8, 1, ZIGZAG)).prefill["disk_read"][WD]
-    assert prefill == pytest.approx(whole, rel=0.05), "a prompt uses them all"
 
 
 @pytest.mark.parametrize("batch, batches", [(8, 1), (64, 2), (100, 5)])

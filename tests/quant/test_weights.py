@@ -80,13 +80,6 @@ def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
         assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
     assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 4
-    before = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
-    with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision="4bit") as engine:
-        engine.run(requests)
-    after = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
-    assert {f: t for f, t in after.items() if f.suffix != ".lock"} == {
-        f: t for f, t in before.items() if f.suffix != ".lock"
-    }
 
 
 def test_precisions_have_their_own_fingerprints_and_labels(tiny, tmp_path):
