@@ -235,9 +235,6 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     alone(monkeypatch)
     with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
         assert_near(found, engine.run(requests))
-    if name != "fp16":  # an inverse
-        with Engine.from_pretrained(tiny("llama").path) as engine, pytest.raises(AssertionError):
-            assert_near(found, engine.run(requests))
 
 
 @pytest.mark.parametrize("name", ["fp16", "channels"])
@@ -249,23 +246,20 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
         expected = engine.run(requests)
     answered = 0
     for tokens in (90, 150, 260, 520):
-        options = dict(
-            precision=name, limits=MemoryLimits(cpu=int(weights * 1.3) + tokens * token), offload_dir=tmp_path
-        )
+        limit = int(weights * 1.3) + tokens * token
         refused = []
-        for shares in (False, True):
+        for way in (alone, lambda patch: None):
             with monkeypatch.context() as patch:
-                if not shares:
-                    alone(patch)
+                way(patch)
+                options = dict(precision=name, limits=MemoryLimits(cpu=limit), offload_dir=tmp_path)
                 with Engine.from_pretrained(tiny("llama").path, **options) as engine:
                     results = engine.run(requests)
-                    assert engine.ledger.peak <= options["limits"].cpu
+                    assert engine.ledger.peak <= limit
             refused.append([result.error is not None for result in results])
         assert refused[0] == refused[1]
-        kept = [index for index, is_refused in enumerate(refused[1]) if not is_refused]
-        answered += len(kept)
-        if kept:
-            assert_near([results[index] for index in kept], [expected[index] for index in kept], borders=1)
+        if kept := [pair for pair in zip(results, expected) if pair[0].error is None]:
+            assert_near(*zip(*kept), borders=1)
+            answered += len(kept)
     assert answered
 
 
