@@ -30,6 +30,7 @@ from tests.cuda.engine_runs import (
     requests,
     run,
 )  # fmt: skip
+from tests.helpers.offload import claims
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import VARIANTS
 
@@ -150,8 +151,7 @@ def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, pl
     ):
         device.memory[0].failing = {device.memory[0].num_allocations + number}
         results = engine.run(asked)
-        for ledger in engine._tiers.ledgers.values():
-            ledger.check()
+        claims(engine)
         assert device.memory[0].num_allocations > max(device.memory[0].failing)
     device.check()
     assert_close(model, results, torch.float16)

@@ -165,10 +165,10 @@ def test_products_of_16_bits_do_not_overflow(monkeypatch):
 )  # fmt: skip
 def test_the_kernel_follows_from_device_and_dtype(monkeypatch, capability, dtype, dim, masked, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    attention.device_kernel.cache_clear()
-    chosen = attention.device_kernel(torch.device("cuda"), dtype, dim, masked)
-    attention.device_kernel.cache_clear()
-    assert chosen == name
+    choose = attention.device_kernel.__wrapped__
+    assert choose(torch.device("cuda"), dtype, dim, masked) == name
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert choose(torch.device("cuda"), dtype, dim, masked) is None, "ROCm"
 
 
 def test_other_biases_take_the_formula(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.offload.matrices import DiskMatrix, HostMatrix
+from tests.helpers.offload import claims
 from tests.helpers.parity import assert_same
 from tests.helpers.tiny_models import VOCABULARY
 
@@ -62,8 +63,7 @@ def run(model, folder, requests, schedule, policy="3x2,0,0,0,100,0,100", **optio
     with Engine.from_pretrained(model.path, policy=policy, schedule=schedule, offload_dir=folder, **options) as engine:
         results = engine.run(requests)
         assert all(result.error is None for result in results), results[0].error
-        for ledger in engine._tiers.ledgers.values():
-            ledger.check()
+        claims(engine)
         return results, engine.last_run
 
 

@@ -19,7 +19,7 @@ from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.experts import ExpertStreamer
 from tests.helpers.backend_models import off, saved
-from tests.helpers.offload import MIB, offloaded, tiers_of, with_expert_slots, within, workload
+from tests.helpers.offload import MIB, claims, offloaded, tiers_of, with_expert_slots, within, workload
 from tests.helpers.parity import TOLERANCE, assert_same
 from tests.helpers.shares import share, share_of
 from tests.helpers.tiny_models import VOCABULARY
@@ -63,7 +63,8 @@ def streamer(tmp_path):
 
     def make(slots, disk, overlap=True):
         memory = torch.zeros((slots, 2 * SIZE), dtype=torch.uint8)
-        return ExpertStreamer({name: Source(name, disk) for name in ALL}, memory, tiers_of(tmp_path, overlap))
+        make.tiers = tiers_of(tmp_path, overlap)
+        return ExpertStreamer({name: Source(name, disk) for name in ALL}, memory, make.tiers)
 
     return make
 
@@ -114,7 +115,7 @@ def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(streamer, rou
         experts.cancel()
 
     within(run)
-    counts = experts._tiers.stats.experts
+    counts = streamer.tiers.stats.experts
     assert counts.read_bytes == len(disk.reads) * 2 * SIZE
     routed = Counter(name for stage, numbers, _ in visits(routing) for name in names_of(stage, numbers))
     assert set(routed) <= set(disk.reads)
@@ -183,7 +184,7 @@ def test_reads_go_on_with_the_next_layer_while_this_one_computes(streamer):
     experts.finish()
     assert settled(disk, 7)[5:] == names_of(STAGES[1], [2, 3])
     use(experts, STAGES[1], range(4))
-    assert len(disk.reads) == 7 and not experts._tiers.stats.experts.wasted_bytes
+    assert len(disk.reads) == 7 and not streamer.tiers.stats.experts.wasted_bytes
     experts.cancel()
 
 
@@ -193,7 +194,7 @@ def test_what_was_expected_in_vain_makes_room_and_is_counted(streamer):
     use(experts, STAGES[0], [0], names_of(STAGES[1], range(EXPERTS)))
     settled(disk, 4)
     use(experts, STAGES[2], range(EXPERTS))
-    assert experts._tiers.stats.experts.wasted_bytes == (len(disk.reads) - 1 - EXPERTS) * 2 * SIZE > 0
+    assert streamer.tiers.stats.experts.wasted_bytes == (len(disk.reads) - 1 - EXPERTS) * 2 * SIZE > 0
     experts.cancel()
 
 
@@ -311,8 +312,7 @@ def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_
         tmp_path / "model", unverified=True, policy="2x5,0,0,0,100,0,50", schedule="zigzag", **options
     ) as engine:
         results, copies = engine.run(asked), engine.config.waiting_copies
-        for ledger in engine._tiers.ledgers.values():
-            ledger.check()
+        claims(engine)
     assert max(off(model, result) for result in results) < TOLERANCE
     assert set(passes) <= {0, 1} and max(passes) == 1, passes
     assert max(together) >= 3, "or nothing was shared"
@@ -344,14 +344,13 @@ def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothi
         parts.clear()
         engine.run(asked)
         assert parts == [4] * engine.config.num_layers
-        before = {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}
+        before = claims(engine)
         parts.clear()
         stops.append(True)
         with pytest.raises(Interrupted):
             engine.run(asked)
         assert parts == [2]
-        for tier, ledger in engine._tiers.ledgers.items():
-            ledger.check(before[tier])
+        assert claims(engine) == before
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])
