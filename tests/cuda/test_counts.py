@@ -74,7 +74,8 @@ def test_launches_of_a_decode_step(tiny, tmp_path, monkeypatch, name, precision,
         run(path, requests(5, new=6, tokens=60), torch.float16, precision=precision)
     check(counts)
     assert min(counts.layers) == launches
-    assert precision == "4bit-weights" or min(counts.beside) <= OTHERS
+    if name in VARIANTS and precision != "4bit-weights":
+        assert min(counts.beside) <= OTHERS
 
 
 def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):

@@ -25,7 +25,7 @@ def device():
         lambda gpu, cpu: gpu + cpu,
         lambda gpu, cpu: torch.cat((gpu, cpu)),
         lambda gpu, cpu: gpu.add_(cpu),
-        lambda gpu, cpu: gpu + gpu.to("cuda:1"),
+        lambda gpu, cpu: gpu + torch.ones(3, 3, device="cuda:1"),
     ],
 )
 def test_a_mix_of_devices_raises(device, mix):

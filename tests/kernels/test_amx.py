@@ -33,7 +33,7 @@ def any_number_of_rows(monkeypatch):
     monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 
-@settings(deadline=None, max_examples=share_of(25, 2))
+@settings(max_examples=share_of(25, 2))
 @given(
     rows=st.one_of(st.integers(1, 70), st.integers(100, 300)),
     steps=st.integers(1, 120),
@@ -65,7 +65,7 @@ def test_sums_of_one_sign_are_as_exact_as_the_librarys(dtype):
     assert ours.max() <= 3 * librarys.max() and ours.mean() <= 3 * librarys.mean()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 200),
     steps=st.one_of(st.integers(1, 20), st.integers(48, 110)),

@@ -53,7 +53,7 @@ DRAWN = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**DRAWN)
 def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, threads):
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -143,7 +143,7 @@ def test_scores_of_minus_infinity_alone_have_no_number(loops_are_used, monkeypat
     assert out.eq(0).all() and lse.eq(-math.inf).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(dtype=st.sampled_from(DTYPES), **DRAWN)
 def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slopes, threads):
     """Decoding tokens over caches as they rest."""
@@ -184,7 +184,7 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
             assert all(torch.equal(whole[row], part[0]) for whole, part in zip(attended(*range(4)), one))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(**DRAWN)
 def test_the_same_bits_wherever_segments_end(seed, key_heads, group, dim, window, softcap, has_slopes, threads):
     """A prompt in one piece, behind any shared prefixes, and its last token as one that decodes."""

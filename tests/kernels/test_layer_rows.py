@@ -17,7 +17,7 @@ def normal(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(width=st.integers(1, 3000), plus_one=st.booleans(), has_weight=st.booleans(), is_part=st.booleans(), **SHAPES)
 def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
     x = normal(seed, rows, width + 5)[:, 3 : width + 3] if is_part else normal(seed, rows, width)
@@ -31,7 +31,7 @@ def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(heads=st.integers(1, 9), half=st.integers(1, 70), more=st.integers(0, 20), is_part=st.booleans(), **SHAPES)
 def test_rotation(rows, threads, seed, heads, half, more, is_part):
     width = 2 * half + more
@@ -46,7 +46,7 @@ def test_rotation(rows, threads, seed, heads, half, more, is_part):
     torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(name=st.sampled_from(["silu", "gelu_tanh"]), width=st.integers(1, 1500), **SHAPES)
 def test_gate(rows, threads, seed, name, width):
     x, up = 8 * normal(seed, rows, width), normal(seed + 1, rows, width)
@@ -57,7 +57,7 @@ def test_gate(rows, threads, seed, name, width):
     torch.testing.assert_close(y.double(), inner * up.double(), rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(width=st.integers(1, 500), **SHAPES)
 def test_sums_and_biases(rows, threads, seed, width):
     """Sums are PyTorch's own, bit by bit: nothing else is rounded."""
@@ -67,7 +67,7 @@ def test_sums_and_biases(rows, threads, seed, width):
     assert torch.equal(layer_rows.add_bias(x.clone(), bias), x + bias)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
 def test_put(rows, threads, seed, heads, width, units):
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

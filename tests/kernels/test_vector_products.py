@@ -15,7 +15,7 @@ emit = pytest.importorskip("flexgen_helm.kernels.emit")
 DTYPES = [torch.bfloat16, torch.float32, *([torch.float16] if emit.CONVERTS_HALVES else [])]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 70),
     width=st.one_of(st.integers(1, 100), st.integers(1, 700)),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
@@ -90,7 +90,7 @@ def visible(cache, block, layer):
     return found
 
 
-@settings(max_examples=share_of(60, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(60, 3))
 @given(
     name=st.sampled_from(list(FORMATS)),
     home=st.sampled_from(list(HOMES)),
@@ -181,7 +181,7 @@ def decode_step(cache, block, reference, prefetch):
         sequence.num_computed += 1
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(["plain", "channels", "token by token"]),
     home=st.sampled_from(list(HOMES)),

@@ -116,7 +116,7 @@ def test_a_window_over_a_shared_segment_merges_with_the_rest(kernel, config, win
     assert close(attention.merge_partial(rest, common), expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(list(CONFIGS)),
     tokens=st.integers(1, 12),

@@ -43,7 +43,7 @@ sizes = st.tuples(st.integers(1, 140), st.integers(1, 140))
 
 
 @given(formats, sizes, st.floats(1e-6, 50.0), st.integers(0, 9))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_sizes_are_the_formula_and_errors_half_a_scale(fmt, size, scale, seed):
     rows, width = size
     values = matrix(rows, width, scale, seed)
@@ -154,7 +154,7 @@ def test_the_grid_of_words():
 
 
 @given(st.integers(0, 30), st.sampled_from([1e-4, 0.05, 3.0]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_fit_is_never_worse_than_the_range_and_near_the_best_word(seed, scale):
     values = matrix(3, 32, scale, seed)
 
@@ -198,7 +198,7 @@ def apart(rows):
 
 @pytest.mark.parametrize("fmt", KERNELS, ids=str)
 @given(sizes, st.integers(1, 3))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))
@@ -210,7 +210,7 @@ def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
 
 @pytest.mark.parametrize("fmt", [PAPER, OURS, GroupFormat(4, 8, "out", "word"), EIGHT], ids=str)
 @given(sizes, st.integers(1, kernels.QUANTIZED_MATMUL_ROWS), st.integers(1, 3))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, tokens, threads):
     rows, width = size
     packed = apart(quantize(matrix(rows, width, 0.3), fmt))
@@ -246,7 +246,7 @@ def test_products_read_codes_for_few_tokens_only():
     st.integers(0, 99),
     st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_packing_by_the_loop_gives_the_bytes_of_plain_torch(fmt, size, dtype, kind, seed, threads):
     values = matrix(*size, 0.02, seed)
     values = {

@@ -50,7 +50,7 @@ CASES = st.fixed_dictionaries(
 ).map(lambda drawn: SimpleNamespace(**drawn))
 
 
-@settings(max_examples=share_of(400, 4), deadline=None)
+@settings(max_examples=share_of(400, 4))
 @given(shapes=shapes_strategy, case=CASES)
 def test_everyone_is_served_within_the_limits(shapes, case):
     """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
@@ -261,7 +261,7 @@ def seated(lengths, cache_tokens, block_sequences):
     return [[sequence.cache_tokens for sequence in block.sequences] for block in blocks]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(20, 60), min_size=1, max_size=150), more=st.integers(0, 20_000))
 def test_large_blocks_are_of_neighbours_and_a_small_part_of_the_cache(lengths, more):
     room = 70 * len(lengths) + more
