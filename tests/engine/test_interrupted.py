@@ -11,6 +11,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.kernels.attention import can_attend
 from flexgen_helm.request import DrawnToken, ThinkingFormat
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VOCABULARY, build_tiny
 
 MIB = 1 << 20
@@ -102,7 +103,7 @@ def values(result):
 def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precision):
     model = build_tiny(tmp_path / "model", kind).path
     num_stopped = 0
-    for seed in range(4):
+    for seed in range(share_of(4, 2)):
         draw = random.Random(f"{kind} {seed}")
         options = {"batch_invariant": True, "precision": precision, "offload_dir": tmp_path}
         options["policy"] = draw.choice([None, "2x2,0,50,0,50,0,100"])
@@ -110,7 +111,7 @@ def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precisi
         assert [*map(values, found)] == [*map(values, whole)]
         assert drawn == left - kept  # nothing is drawn twice
         num_stopped += kept > 0
-    assert num_stopped > 1
+    assert num_stopped
 
 
 def test_a_token_that_is_none_fails_its_request_alone(tmp_path):

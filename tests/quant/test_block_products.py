@@ -22,7 +22,7 @@ def rows_of_x(count, width, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     fmt=st.sampled_from([*FORMATS, *SCALED.values()]),
     count=st.integers(1, 70) | st.just(300),
