@@ -27,8 +27,6 @@ from tests.helpers.parity import assert_same
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import small_disk
 
-FINGERPRINT = "f" * 64
-
 
 def page(*values):
     """Aligned bytes, a page for each value."""
