@@ -3,6 +3,8 @@
 import math
 import time
 
+import torch
+
 from flexgen_helm.engine import profiler
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.offload import linear
