@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class KernelRuleError(RuntimeError):
@@ -19,15 +18,15 @@ class KernelRuleError(RuntimeError):
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
     *,
-    scale: float | None = None,
-) -> tuple[Tensor | int, ...]:
+    scale=None,
+):
     """`aten::_scaled_dot_product_flash_attention`; keys and values may have fewer heads."""
     _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
     _check_operands(q, k, v)
@@ -41,16 +40,16 @@ def flash_attention(
 
 
 def efficient_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    q,
+    k,
+    v,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
     *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale=None,
+):
     """`aten::_scaled_dot_product_efficient_attention`; its log-sum-exp is padded with infinity."""
     _check(q.dtype in (torch.float16, torch.bfloat16, torch.float32), f"dtype {q.dtype}")
     _check_operands(q, k, v)
@@ -105,7 +104,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_operands(q, k, v):
     _check(q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape, "shapes")
     _check(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], f"{tuple(q.shape)} with {tuple(k.shape)}")
     _check(q.dtype == k.dtype == v.dtype, "dtypes")
@@ -113,14 +112,12 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check(min(q.shape[2], k.shape[2]) > 0, "no tokens")
 
 
-def _check(allowed: bool, what: str) -> None:
+def _check(allowed, what):
     if not allowed:
         raise KernelRuleError(what)
 
 
-def _formula(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _formula(q, k, v, bias, is_causal, scale):
     scores = q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
@@ -130,6 +127,6 @@ def _formula(
     return (torch.softmax(scores, -1) @ v.float()).to(q.dtype), torch.logsumexp(scores, -1)
 
 
-def _as_tokens_first(out: Tensor) -> Tensor:
+def _as_tokens_first(out):
     """Both kernels write [B, T, H, D] and return it transposed."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
