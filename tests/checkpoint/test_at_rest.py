@@ -1,7 +1,5 @@
 """The types of a model's files by bytes, and the original that a quantized file's name tells."""
 
-from __future__ import annotations
-
 import json
 
 import gguf

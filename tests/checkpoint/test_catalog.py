@@ -1,7 +1,5 @@
 """Model names: what they mean, how many parameters they stand for, and how wrong ones are refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

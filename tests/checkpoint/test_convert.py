@@ -1,7 +1,5 @@
 """Pickled checkpoints: the same bits as safetensors, one tensor's memory, nothing executed, nothing half done."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -13,7 +11,6 @@ import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -33,7 +30,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from flexgen_helm.locks import InUseError, sole_writer
-from flexgen_helm.progress import Event, describe, observed_by
+from flexgen_helm.progress import describe, observed_by
 from tests.helpers.forks import python
 from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 
@@ -42,13 +39,13 @@ transformers = pytest.importorskip("transformers")
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
 
 
-def tied_tensors(config: dict[str, Any] = SMALL_LLAMA, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+def tied_tensors(config=SMALL_LLAMA, dtype=torch.float16):
     """A random Llama's tensors, its head being the embedding itself."""
     tensors = {name: tensor.to(dtype) for name, tensor in llama_tensors(config).items()}
     return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
 
 
-def write_pickled(folder: Path, tensors: dict[str, Any] | None = None, shards: int = 1, **config: Any) -> Path:
+def write_pickled(folder, tensors=None, shards=1, **config):
     """A model folder as published before safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = tied_tensors() if tensors is None else tensors
@@ -67,12 +64,12 @@ def write_pickled(folder: Path, tensors: dict[str, Any] | None = None, shards: i
     return folder
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def stored(folder):
     """Every tensor of a converted folder, read by the safetensors library."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def leftovers(folder: Path) -> list[str]:
+def leftovers(folder):
     return sorted(path.name for path in folder.parent.glob(f".{folder.name}*"))
 
 
@@ -201,7 +198,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(tmp_path, monkeypat
     folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
     calls, real = [0], getattr(module, step)
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given):
         calls[0] += 1
         if calls[0] == (1 if step == "_put_in_place" else 2):
             raise KeyboardInterrupt
@@ -304,10 +301,10 @@ def test_json(tmp_path, capsys):
 class Trap:
     """Would create a file where unpickling runs what it names."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch {self.path}",)
 
 
@@ -345,32 +342,32 @@ def test_an_old_torch_is_refused(tmp_path, monkeypatch):
         convert(folder)
 
 
-def deflated(file: Path) -> None:
+def deflated(file):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("m/data.pkl", b"x" * 100)
 
 
-def flip(file: Path, part: bytes) -> None:
+def flip(file, part):
     content = bytearray(file.read_bytes())
     content[content.index(part) + 5] ^= 4
     file.write_bytes(bytes(content))
 
 
-def cut(file: Path, kept: float) -> None:
+def cut(file, kept):
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * kept)])
 
 
-def plus(file: Path, tensor: torch.Tensor) -> None:
+def plus(file, tensor):
     torch.save({**tied_tensors(), "odd": tensor}, file)
 
 
-def without(file: Path, name: str) -> None:
+def without(file, name):
     torch.save({key: tensor for key, tensor in tied_tensors().items() if key != name}, file)
 
 
 EMBEDDING = tied_tensors()["model.embed_tokens.weight"].numpy().tobytes()
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "old format": (
         lambda file: torch.save(tied_tensors(), file, _use_new_zipfile_serialization=False),
         r"before PyTorch 1\.6.*torch\.save",
@@ -480,7 +477,7 @@ def test_files_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
     hashed, honest = set(), fingerprint.hash_file
     monkeypatch.setattr(fingerprint, "hash_file", lambda path: hashed.add(path) or honest(path))
 
-    def load() -> set[Path]:
+    def load():
         hashed.clear()
         assert open_checkpoint(done).tensor("head.norm.weight").isfinite().all()
         return {path for path in hashed if path.suffix == ".safetensors"}
@@ -499,14 +496,14 @@ def test_files_are_hashed_at_the_first_load_only(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch) -> SimpleNamespace:
+def hub(tmp_path, monkeypatch):
     """A hub with one repository of pickled shards, reached without a network; `asked` lists what was downloaded."""
     cache, source = tmp_path / "hub", write_pickled(tmp_path / "published", shards=2)
     (source / "pytorch_model-00009-of-00009.bin").write_bytes(b"not in the index")
     state = SimpleNamespace(commit=COMMIT, online=True, asked=[], cache=cache, source=source)
 
     class Api:
-        def model_info(self, repo: str, revision: str | None = None, **options: Any) -> SimpleNamespace:
+        def model_info(self, repo, revision=None, **options):
             if not state.online:
                 raise ConnectionError
             files = [SimpleNamespace(rfilename=f.name, size=f.stat().st_size) for f in source.iterdir()]
@@ -514,7 +511,7 @@ def hub(tmp_path, monkeypatch) -> SimpleNamespace:
 
     real = huggingface_hub.snapshot_download
 
-    def download(repo: str, revision: str | None = None, **options: Any) -> str:
+    def download(repo, revision=None, **options):
         if options.get("local_files_only"):
             return real(repo, revision=revision, **options)
         assert state.online
@@ -537,7 +534,7 @@ def test_a_hub_model_is_converted_once_and_found_by_its_name(hub):
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
         fetch("org/repo")
     assert not hub.asked, "pickles are fetched under convert only"
-    events: list[Event] = []
+    events = []
     with observed_by(events.append):
         done = convert("flexgen/org--repo")
     assert done.path == hub_conversion("org/repo", COMMIT) and done.origin == f"org/repo@{COMMIT}"

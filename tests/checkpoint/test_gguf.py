@@ -3,12 +3,8 @@
 What the writer here believes about the format is checked by `transformers`, which reads the same files.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -27,7 +23,7 @@ from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.models.decoder import inverse_frequencies
-from flexgen_helm.progress import Event, Message, observed_by
+from flexgen_helm.progress import Message, observed_by
 from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, finish, write_gguf
 from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, llama_config, save_random
 
@@ -36,7 +32,7 @@ RENAMED = {"mixtral": "llama"}
 F16 = Kind.F16
 
 
-def write(path: Path, model: Any, arch: str = "llama", kind: Kind = F16, **changes: np.ndarray | None) -> Path:
+def write(path, model, arch="llama", kind=F16, **changes):
     """changes: GGUF tensor name (dots as __) -> array to store instead, or None to leave it out."""
     keys, tensors = contents(model, arch)
     tensors |= {name.replace("__", "."): values for name, values in changes.items()}
@@ -46,11 +42,11 @@ def write(path: Path, model: Any, arch: str = "llama", kind: Kind = F16, **chang
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Any:
+def built(tmp_path_factory):
     """built('qwen3') -> folder of safetensors, GGUF file, model in float32."""
-    made: dict[str, tuple[Path, Path, Any]] = {}
+    made = {}
 
-    def get(name: str) -> tuple[Path, Path, Any]:
+    def get(name):
         if name not in made:
             arch, config, _ = GGUF_VARIANTS[name]
             folder = tmp_path_factory.mktemp(name)
@@ -104,7 +100,7 @@ def test_transformers_reads_the_same_file_to_the_same_model(built, name):
 
 
 @pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory) -> tuple[Path, Any]:
+def llama_folder(tmp_path_factory):
     """A folder and its model, whose rows have a multiple of 32 elements."""
     folder = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -112,7 +108,7 @@ def llama_folder(tmp_path_factory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def llama(llama_folder) -> Any:
+def llama(llama_folder):
     return llama_folder[1]
 
 
@@ -247,7 +243,7 @@ def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
     keys |= {"general.sampling.temp": 0.6, "general.sampling.penalty_repeat": 1.5}
     path = write_gguf(tmp_path / "m.gguf", "llama", keys, [(name, x, Kind.F32) for name, x in tensors.items()])
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "repetition_penalty": 1.5}')
-    events: list[Event] = []
+    events = []
     with observed_by(events.append), Engine.from_pretrained(path, device="cpu") as engine:
         engine.run([GenerationRequest(prompt_token_ids=[5], max_tokens=1)])
         assert engine.last_run["generation_config"] == {

@@ -1,10 +1,5 @@
 """Tensors of safetensors folders equal those of `transformers`; dummy weights follow their seed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -91,7 +86,7 @@ def test_a_stored_head_is_used_whatever_the_configuration_says(name, stored, tmp
     assert (expected - torch.tensor(result.prompt_logprobs[1:])).abs().max() < 1e-4
 
 
-def write_config(folder: Path, **changes: Any) -> Any:
+def write_config(folder, **changes):
     config = transformers.LlamaConfig(**{**LLAMA_SIZES, **changes}, architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     return config

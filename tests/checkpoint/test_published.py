@@ -1,10 +1,6 @@
 """GGUF matrices rest, travel and multiply as published: equal to `transformers` in float32 with their values."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +24,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 # Name -> architecture, configuration, types of the layers' matrices by turns.
-MODELS: dict[str, tuple[str, Any, tuple[Kind, ...]]] = {
+MODELS = {
     "llama": ("llama", lambda: llama_config(**SIZES, tie_word_embeddings=False), (Kind.Q4_K, Kind.Q6_K, Kind.F16)),
     "llama-tied": ("llama", lambda: llama_config(**SIZES, tie_word_embeddings=True), (Kind.Q4_0, Kind.Q8_0)),
     "qwen3": (
@@ -44,7 +40,7 @@ MODELS: dict[str, tuple[str, Any, tuple[Kind, ...]]] = {
 }
 
 
-def write(path: Path, model: Any, arch: str, kinds: tuple[Kind, ...], table: Kind = Kind.Q8_0) -> Path:
+def write(path, model, arch, kinds, table=Kind.Q8_0):
     """Write a model whose matrices have random blocks of the types."""
     keys, tensors = contents(model, arch)
     keys |= {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)]}
@@ -58,11 +54,11 @@ def write(path: Path, model: Any, arch: str, kinds: tuple[Kind, ...], table: Kin
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Any:
+def built(tmp_path_factory):
     """built('qwen3') -> GGUF file, and log-probabilities by `transformers` in float32 with its values."""
-    made: dict[str, tuple[Path, Any]] = {}
+    made = {}
 
-    def get(name: str) -> tuple[Path, Any]:
+    def get(name):
         if name not in made:
             pytest.importorskip("accelerate", reason="transformers reads GGUF only with accelerate")
             from transformers import AutoModelForCausalLM
@@ -80,10 +76,10 @@ def built(tmp_path_factory) -> Any:
 
 
 class Reference:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self._model = model
 
-    def logprobs(self, ids: list[int]) -> torch.Tensor:
+    def logprobs(self, ids):
         with torch.no_grad():
             return self._model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
@@ -113,7 +109,7 @@ def test_log_probabilities_equal_those_of_the_published_values(built, name, way,
     assert sum(path.stat().st_size for path in written if "published" in str(path)) == 0
 
 
-def extents(checkpoint: GgufCheckpoint, tensor: str) -> list[tuple[int, int]]:
+def extents(checkpoint, tensor):
     """Where a file has the rows of a matrix."""
     found = []
     for part in checkpoint.stored_rows(tensor):

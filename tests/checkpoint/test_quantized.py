@@ -1,13 +1,10 @@
 """Every value of every quantized format equals a slow formula or transformers' own code; faults are named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,6 @@ from flexgen_helm.checkpoint.convert import convert
 from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import read_header
@@ -38,13 +34,13 @@ from tests.helpers.tiny_models import llama_config, save_random
 OUT, IN = 64, 96
 
 
-def read_tensors(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, LogicalTensor]:
+def read_tensors(path, tensors, config):
     save_file(tensors, path)
     quantization = read_quantization({"quantization_config": config, "dtype": "bfloat16"}, Path("config.json"))
     return logical_tensors(read_header(path), quantization, path)
 
 
-def read_whole(tensor: LogicalTensor) -> torch.Tensor:
+def read_whole(tensor):
     return torch.cat(list(tensor.tiles([range(tensor.num_rows)]))).view(tensor.shape)
 
 
@@ -52,7 +48,7 @@ def read_whole(tensor: LogicalTensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def weight(request, tmp_path_factory) -> tuple[LogicalTensor, Any]:
+def weight(request, tmp_path_factory):
     config, write = FORMATS[request.param]
     parts, values = write(np.random.default_rng(7), OUT, IN)
     stored = {f"a.{name}": tensor for name, tensor in parts.items()}
@@ -154,20 +150,20 @@ MODELS = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
+def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "llama"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 3, "bfloat16")
     return folder
 
 
-def quantize(plain: Path, folder: Path, fmt: str) -> dict[str, torch.Tensor]:
+def quantize(plain, folder, fmt):
     """Write a quantized copy of a folder; returns the plain tensors with the values of the quantized ones."""
     shutil.copytree(plain, folder)
     config, write = FORMATS[fmt]
     rng = np.random.default_rng(11)
     values = load_file(folder / "model.safetensors")
-    stored: dict[str, torch.Tensor] = {}
+    stored = {}
     for name, tensor in values.items():
         if not name.endswith("_proj.weight"):
             stored[name] = tensor
@@ -282,7 +278,7 @@ def test_log_probabilities_equal_those_of_the_published_values(plain, tmp_path, 
     rounded = {name: tensor if "_proj" in name else tensor.to(dtype) for name, tensor in values.items()}
     theirs.load_state_dict({name: tensor.float() for name, tensor in rounded.items()})
 
-    def logprobs(ids: list[int]) -> torch.Tensor:
+    def logprobs(ids):
         with torch.no_grad():
             return theirs(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
@@ -297,7 +293,7 @@ def test_log_probabilities_equal_those_of_the_published_values(plain, tmp_path, 
         "from a disk to a gpu": {"device": "sim", "limits": MemoryLimits(gpu=64 << 20), "policy": policy},
     }
 
-    def results() -> list[Any]:
+    def results():
         with Engine.from_pretrained(tmp_path / "model", offload_dir=folder, unverified=True, **ways[way]) as engine:
             return engine.run(asked)
 
@@ -337,7 +333,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 SCALES = f"{LAYER}.scales"
 
 
-def parts_of(fmt: str) -> list[str]:
+def parts_of(fmt):
     """Endings without which a set cannot be read."""
     optional = {"g_idx", "activation_scale", "input_scale", "weight_format", "weight_zero_point", "weight_g_idx"}
     return [part for part in FORMATS[fmt][1](np.random.default_rng(0), 32, 64)[0] if part not in optional]
@@ -425,7 +421,7 @@ def test_a_tensor_that_is_plain_and_quantized_is_refused(plain, tmp_path):
 # ---- what config.json says of the stored tensors ----
 
 
-def gptq_set(bits: int, stored_zero: int, g_idx: list[int] | None = None) -> tuple[dict[str, torch.Tensor], Any]:
+def gptq_set(bits, stored_zero, g_idx=None):
     """A drawn set of three groups that stores one zero point, and its values where that means 2 ** (bits - 1)."""
     parts, _ = gptq(np.random.default_rng(5), OUT, IN, bits)
     half = 1 << (bits - 1)
@@ -529,14 +525,14 @@ def test_int8_rows_of_bitsandbytes_that_are_permuted_are_refused(tmp_path):
 # ---- configurations ----
 
 
-def _arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+def _arguments(bits, kind, strategy, **more):
     return {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": bits,
         "observer": "minmax", "observer_kwargs": {}, "strategy": strategy, "symmetric": True, "type": kind, **more,
     }  # fmt: skip
 
 
-def _llm_compressor(fmt: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+def _llm_compressor(fmt, weights, activations=None):
     group = {"input_activations": activations, "output_activations": None, "targets": ["Linear"], "weights": weights}
     return {
         "config_groups": {"group_0": group}, "format": fmt, "global_compression_ratio": None, "ignore": ["lm_head"],
@@ -552,7 +548,7 @@ _LOADING = {
     "llm_int8_threshold": 6.0, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
 }  # fmt: skip
 # Where published -> quantization_config.
-PUBLISHED: dict[str, dict[str, Any]] = {
+PUBLISHED = {
     "openai/gpt-oss-20b": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         "quant_method": "mxfp4",
@@ -706,7 +702,7 @@ def test_configurations_that_cannot_be_read_say_why(config, message):
 
 
 def test_every_method_is_tested():
-    tested = {read_quantization({"quantization_config": config}, Path()).method for config, _ in FORMATS.values()}  # type: ignore[union-attr]
+    tested = {read_quantization({"quantization_config": config}, Path()).method for config, _ in FORMATS.values()}
     assert tested | {"mxfp4"} == set(METHODS)
 
 

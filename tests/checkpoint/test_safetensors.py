@@ -1,7 +1,5 @@
 """Every kind of damage to a safetensors folder is refused by name; an intact one is read the same in every way."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -29,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory):
     """Untied, with random norms, which would otherwise be ones."""
     folder = tmp_path_factory.mktemp("saved") / "llama"
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -38,7 +36,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(saved, tmp_path) -> Path:
+def folder(saved, tmp_path):
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
@@ -110,7 +108,7 @@ def test_integer_weights_are_refused(folder):
 
 @pytest.mark.parametrize(("value", "fits"), [(65519.0, True), (-65519.0, True), (65520.0, False), (-1e5, False)])
 def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(folder, value, fits):
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+    def change(tensors):
         tensors["model.norm.weight"][5] = tensors["model.embed_tokens.weight"][3, 5] = value
 
     edit_weights(folder, change)
@@ -147,7 +145,7 @@ def test_a_matrix_that_would_vanish_in_float16_is_refused(folder, most, dtype, f
     """A slow formula says what is lost, and that the limit lies between the cases."""
     name = "model.layers.1.self_attn.v_proj.weight"
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+    def change(tensors):
         for key in tensors:
             tensors[key] = tensors[key].to(most)
         tensors[name] = (tensors[name].double() * factor).to(dtype)
@@ -194,7 +192,7 @@ def test_the_files_that_macos_puts_beside_others_are_no_weights(folder, tmp_path
     assert pickle_names(["._x.bin"]) == []
 
 
-def sentinel(folder: Path) -> Path:
+def sentinel(folder):
     """Put code into the folder that every `auto_map` there names; returns the file that it would leave."""
     (folder / "evil.py").write_text("open(__file__ + '.ran', 'w').close()\nclass C: pass\nM = T = C\n")
     auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}

@@ -1,11 +1,5 @@
 """Every entry of a causal model of transformers is read, bit for bit, from what `save_pretrained` writes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -41,7 +35,7 @@ CLASSES = [
 ]
 
 
-def build(name: str, **changes: Any) -> tuple[Any, Any]:
+def build(name, **changes):
     """Return a model with random weights, and the same without data."""
     config = tiny_config(name)
     for key, value in changes.items():
@@ -57,19 +51,19 @@ def build(name: str, **changes: Any) -> tuple[Any, Any]:
     return model, empty
 
 
-def open_reader(empty: Any, folder: Path, config: dict[str, Any] | None = None) -> StateDictReader:
+def open_reader(empty, folder, config=None):
     files = sorted(folder.glob("*.safetensors"))
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     quantization = read_quantization({"quantization_config": config}, folder)
     return StateDictReader(empty, logical_tensors(stored, quantization, folder), folder)
 
 
-def read(reader: StateDictReader, key: str, expert: int | None = None) -> torch.Tensor:
+def read(reader, key, expert=None):
     shape = reader.shapes[key] if expert is None else reader.shapes[key][1:]
     return torch.cat(list(reader.tiles(key, expert))).view(shape)
 
 
-def assert_equal_to(reader: StateDictReader, model: Any) -> int:
+def assert_equal_to(reader, model):
     """Compare all entries with the model's, stacked ones by expert too; returns the number of those."""
     state, num_stacked = model.state_dict(), 0
     assert set(reader.shapes) == set(state)
@@ -103,14 +97,14 @@ def test_shards_and_tied_heads(name, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def llama(tmp_path_factory):
     model, empty = build("LlamaForCausalLM", tie_word_embeddings=True)
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
     return model, empty, load_file(folder / "model.safetensors")
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+def write(folder, tensors):
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
@@ -128,7 +122,7 @@ def test_a_tied_weight_may_be_stored_under_either_name_and_the_prefix_may_lack(l
         open_reader(empty, write(tmp_path / "none", tensors))
 
 
-def _change(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
+def _change(name, change):
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
@@ -160,7 +154,7 @@ def test_faults_are_named(llama, tmp_path, damage, message):
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def experts(tmp_path_factory):
     model, empty = build("Qwen3MoeForCausalLM")
     folder = tmp_path_factory.mktemp("experts")
     model.save_pretrained(folder)
@@ -201,7 +195,7 @@ def test_an_expert_is_read_alone(name, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     reader = open_reader(empty, tmp_path)
     key = next(key for key in reader.shapes if key.endswith("experts.down_proj"))
-    sizes: list[int] = []
+    sizes = []
     original = StoredTensor.read
     monkeypatch.setattr(
         StoredTensor, "read", lambda self, offset, size: (sizes.append(size), original(self, offset, size))[1]

@@ -1,10 +1,6 @@
 """Tensors that nothing reads are known to change no number, named, or refused; so are adapters."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +16,10 @@ BY_MODULES = "OlmoForCausalLM"
 
 
 @pytest.fixture(params=["llama", BY_MODULES])
-def edited(request, tiny, tmp_path) -> Callable[[dict[str, torch.Tensor]], Path]:
+def edited(request, tiny, tmp_path):
     """A copy of a model that has more tensors: one that runs by equations, one by modules of `transformers`."""
 
-    def copy(more: dict[str, torch.Tensor], rename: Callable[[str], str] = lambda name: name) -> Path:
+    def copy(more, rename=lambda name: name):
         source = tmp_path / "source"
         if request.param == BY_MODULES:
             saved(request.param, source)
@@ -60,7 +56,7 @@ def test_what_changes_no_number_is_passed_over_and_another_models_tensors_are_na
             "v_head.summary.weight": torch.ones(1, 48),
         }
     )
-    events: list[object] = []
+    events = []
     with progress.observed_by(events.append):
         open_checkpoint(folder)
     texts = [event.text for event in events if isinstance(event, progress.Message)]

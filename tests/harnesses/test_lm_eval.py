@@ -1,7 +1,5 @@
 """lm-evaluation-harness on the engine equals its own `hf` backend in float32, and goes on behind an interruption."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

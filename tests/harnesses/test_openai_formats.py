@@ -1,7 +1,5 @@
 """OpenAI's bodies, against bodies written by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

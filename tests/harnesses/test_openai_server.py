@@ -1,7 +1,5 @@
 """`flexgen-helm serve`, asked by the clients of other harnesses, and by whoever means it ill."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

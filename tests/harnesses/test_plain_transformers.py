@@ -1,7 +1,5 @@
 """What a process of transformers says of answers equals its own forward pass, and names tokens that are not greedy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,14 +1,11 @@
 """Commands under torchrun: `batch` survives the loss of a rank, and `run` gives HELM's scores of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -30,19 +27,19 @@ def environment(tmp_path, tiny):
     }  # fmt: skip
 
 
-def write_lines(path: Path, rows: list[list[int]], tokens: int) -> None:
+def write_lines(path, rows, tokens):
     bodies = [{"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True} for ids in rows]
     lines = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
     path.write_text("\n".join(map(json.dumps, lines)))
 
 
-def command(num_ranks: int, *arguments: str) -> list[str]:
+def command(num_ranks, *arguments):
     if num_ranks == 1:
         return [sys.executable, "-m", "flexgen_helm", *arguments]
     return torchrun(num_ranks, "-m", "flexgen_helm", *arguments)
 
 
-def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
+def rank_process(agent, rank):
     ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children()}
     return ranks[str(rank)]
 

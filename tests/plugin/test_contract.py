@@ -7,7 +7,6 @@ answer to whole benchmarks, calibrated choices and perturbed data included, is i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -23,7 +22,7 @@ from helm.benchmark.window_services.window_service_factory import WindowServiceF
 from helm.common.cache import Cache, SqliteCacheConfig
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.local_context import LocalContext
-from helm.common.request import Request, RequestResult
+from helm.common.request import Request
 from helm.proxy.retry import NonRetriableException
 
 import flexgen_helm.plugin  # noqa: F401
@@ -45,7 +44,7 @@ class Model:
     reference: Any
     tokenizer: Tokenizer
 
-    def prompt_logprobs(self, ids: list[int]) -> list[float]:
+    def prompt_logprobs(self, ids):
         """Log-probabilities of all tokens but the first."""
         import torch
 
@@ -55,7 +54,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("contract") / "model"
     reference = save_random(folder, llama_config(max_position_embeddings=WINDOW), seed=3)
     save_tokenizer(folder)
@@ -65,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="module")
-def helm(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalContext]:
+def helm(model, tmp_path_factory):
     """HELM's context, which knows the checkpoint by its name."""
     home = tmp_path_factory.mktemp("home")
     (home / "models.yaml").write_text(yaml.safe_dump({"contract": str(model.folder)}))
@@ -79,12 +78,12 @@ def helm(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
             set_context(previous).service.close()
 
 
-def request(prompt: str = PROMPT, **changes: Any) -> Request:
-    fields: dict[str, Any] = dict(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0.0, max_tokens=5)
+def request(prompt=PROMPT, **changes):
+    fields = dict(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0.0, max_tokens=5)
     return Request(**{**fields, **changes})
 
 
-def ask(helm: LocalContext, asked: Request) -> RequestResult:
+def ask(helm, asked):
     result = helm.make_request(asked)
     assert result.success, result.error
     return result
@@ -100,7 +99,7 @@ COMBINATIONS = [
 ]
 
 
-def test_every_combination_keeps_the_contract(helm: LocalContext, model: Model) -> None:
+def test_every_combination_keeps_the_contract(helm, model):
     tokenizer = model.tokenizer
     prompt_ids = tokenizer.encode(PROMPT, add_special_tokens=False)
     expected = model.prompt_logprobs(prompt_ids)
@@ -133,7 +132,7 @@ def test_every_combination_keeps_the_contract(helm: LocalContext, model: Model) 
     assert reasons >= {"length", "stop"}
 
 
-def test_tokens_that_are_no_whole_characters_count_their_bytes(helm: LocalContext) -> None:
+def test_tokens_that_are_no_whole_characters_count_their_bytes(helm):
     """HELM's bits per byte divide by these."""
     result = ask(helm, request(echo_prompt=True, max_tokens=0))
     tokens = result.completions[0].tokens
@@ -144,7 +143,7 @@ def test_tokens_that_are_no_whole_characters_count_their_bytes(helm: LocalContex
 # Windows
 
 
-def test_the_window_at_its_exact_limits(helm: LocalContext, model: Model) -> None:
+def test_the_window_at_its_exact_limits(helm, model):
     """HELM fits prompts by the window service; what just fits is computed, and one token more is not."""
     tokenizer = model.tokenizer
     window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(helm))
@@ -173,9 +172,7 @@ def test_the_window_at_its_exact_limits(helm: LocalContext, model: Model) -> Non
         ({"prompt": "ab\ud800"}, "not valid Unicode"),
     ],
 )
-def test_what_cannot_be_served_is_never_retried(
-    helm: LocalContext, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_served_is_never_retried(helm, monkeypatch, changes, says):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"HELM retries after {seconds} s"))
     with pytest.raises(NonRetriableException, match=says):
         helm.make_request(request(**changes))
@@ -184,7 +181,7 @@ def test_what_cannot_be_served_is_never_retried(
 # Caching, executor, runner
 
 
-def test_an_answer_is_computed_once_and_again_where_anything_differs(helm: LocalContext) -> None:
+def test_an_answer_is_computed_once_and_again_where_anything_differs(helm):
     first = ask(helm, request("cached once", temperature=1.0, random="a"))
     again = ask(helm, request("cached once", temperature=1.0, random="a"))
     assert (first.cached, again.cached) == (False, True)
@@ -200,7 +197,7 @@ def test_an_answer_is_computed_once_and_again_where_anything_differs(helm: Local
         assert not other.cached, changes
 
 
-def test_helms_own_cache_is_not_used(helm: LocalContext, tmp_path: Path) -> None:
+def test_helms_own_cache_is_not_used(helm, tmp_path):
     """It is pickled. HELM makes its file where a client or tokenizer of ours would take the cache that it is given."""
     own = LocalContext(str(tmp_path / "prod_env"), SqliteCacheBackendConfig(str(tmp_path)))
     ask(own, request("not in a pickle"))
@@ -211,7 +208,7 @@ def test_helms_own_cache_is_not_used(helm: LocalContext, tmp_path: Path) -> None
     assert list(tmp_path.rglob("*.sqlite")) != []
 
 
-def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm: LocalContext, tmp_path: Path) -> None:
+def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm, tmp_path):
     asked = [request(f"number {number}", max_tokens=2) for number in range(9)]
     done = Executor(execution(tmp_path)).execute(state(*asked))
     texts = [one.result.completions[0].text for one in done.request_states if one.result is not None]

@@ -1,19 +1,15 @@
 """HELM requests to the engine's and results to HELM's: every field honoured or refused, as HELM's metrics read them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from helm.common.media_object import MediaObject, MultimediaObject
-from helm.common.request import Request, RequestResult
+from helm.common.request import Request
 from helm.common.response_format import ResponseFormat
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.plugin.convert import (
-    HelmRequest,
     PlainTextRequest,
     TokenRequest,
     to_generation_request,
@@ -28,16 +24,16 @@ PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 ev
 SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)
 
 
-def encoder(tokenizer: FakeTokenizer | None = None) -> PromptEncoder:
-    return PromptEncoder(tokenizer or FakeTokenizer())  # type: ignore[arg-type]
+def encoder(tokenizer=None):
+    return PromptEncoder(tokenizer or FakeTokenizer())
 
 
-def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> HelmRequest:
+def prepared(request, tokenizer=None):
     own = encoder(tokenizer)
     return to_generation_request(request, own, MAX_POSITIONS, chat_format(own.tokenizer, ChatOptions(), "x", False))
 
 
-def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
+def result(request, tokenizer=None):
     engine_request = prepared(request, tokenizer)
     return to_request_result(request, engine_request, answer(engine_request.request), False, encoder(tokenizer))
 
@@ -45,7 +41,7 @@ def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestR
 # The engine's requests
 
 
-def test_top_k_per_token_does_not_restrict_sampling() -> None:
+def test_top_k_per_token_does_not_restrict_sampling():
     warm = replace(PLAIN, temperature=1.0, top_p=0.9)
     assert prepared(warm) == prepared(replace(warm, top_k_per_token=5))
     assert prepared(warm).request.top_p == 0.9
@@ -65,7 +61,7 @@ def test_top_k_per_token_does_not_restrict_sampling() -> None:
         ({"stop_sequences": [""]}, "stop string"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_honoured_is_refused(change, says):
     with pytest.raises(NonRetriableException, match=says):
         prepared(replace(PLAIN, **change))
 
@@ -77,7 +73,7 @@ def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], says: str) -
     "adds_bos, prompt, max_tokens",
     [(True, "Is 2 even?", 0), (False, "é☃", 3), (True, "\x01Is 2 even?", 3), (True, "", 0), (False, "", 3)],
 )
-def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str, max_tokens: int) -> None:
+def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos, prompt, max_tokens):
     tokenizer = FakeTokenizer(adds_bos)
     request = replace(SCORE, prompt=prompt, max_tokens=max_tokens)
     engine_request = prepared(request, tokenizer)
@@ -95,14 +91,14 @@ def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str
 
 
 @pytest.mark.parametrize("slack, context", [(0, 0), (1, 1)])
-def test_a_full_window_leaves_no_room_for_bos(slack: int, context: int) -> None:
+def test_a_full_window_leaves_no_room_for_bos(slack, context):
     tokenizer = FakeTokenizer(adds_bos=True)
     request = replace(SCORE, prompt="a" * (MAX_POSITIONS + 1 - slack))
     assert len(prepared(request, tokenizer).request.prompt_token_ids or ()) == len(request.prompt) + context
     assert result(request, tokenizer).success
 
 
-def test_a_score_that_is_incomplete_is_never_returned() -> None:
+def test_a_score_that_is_incomplete_is_never_returned():
     short = replace(answer(prepared(SCORE).request), prompt_logprobs=(None, -1.0))
     with pytest.raises(RequestError, match="were to be scored"):
         to_request_result(SCORE, prepared(SCORE), short, False, encoder())
@@ -121,7 +117,7 @@ CHAT = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "a" * MAX
         (replace(CHAT, messages=[{"role": "user", "content": POISON}]), True),
     ],
 )
-def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_: Request, fatal: bool) -> None:
+def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_, fatal):
     got = result(request_, FakeTokenizer(chat_template="yes"))
     assert not got.success and got.error and not got.completions
     assert got.error_flags is not None
@@ -131,7 +127,7 @@ def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_
 # Chat templates
 
 
-def rendered(request: Request, chat_template: str | None = "yes", **options: Any) -> HelmRequest:
+def rendered(request, chat_template="yes", **options):
     """As `prepared`, by a format that applies."""
     own = encoder(FakeTokenizer(chat_template=chat_template))
     return to_generation_request(
@@ -139,11 +135,11 @@ def rendered(request: Request, chat_template: str | None = "yes", **options: Any
     )
 
 
-def text_of(prepared: HelmRequest) -> str:
+def text_of(prepared):
     return "".join(map(chr, prepared.request.prompt_token_ids or ()))
 
 
-def test_plain_prompts_that_generate_are_a_users_turn_and_no_others() -> None:
+def test_plain_prompts_that_generate_are_a_users_turn_and_no_others():
     assert text_of(rendered(PLAIN)) == "<user>Is 2 even?<assistant>"
     untouched = [
         SCORE,
@@ -157,8 +153,8 @@ def test_plain_prompts_that_generate_are_a_users_turn_and_no_others() -> None:
     assert rendered(PLAIN, chat_template=None) == prepared(PLAIN)
 
 
-def test_keys_tell_settings_of_the_template_apart() -> None:
-    settings: list[dict[str, Any]] = [
+def test_keys_tell_settings_of_the_template_apart():
+    settings = [
         {}, {"system_prompt": "s"}, {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 2}},
     ]  # fmt: skip
     keys = [prepared(PLAIN).key, *(rendered(PLAIN, **options).key for options in settings)]
@@ -171,7 +167,7 @@ def test_keys_tell_settings_of_the_template_apart() -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [MAX_POSITIONS - 5, MAX_POSITIONS])
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_what_the_window_leaves_is_generated(prompt_tokens: int, adds_bos: bool) -> None:
+def test_what_the_window_leaves_is_generated(prompt_tokens, adds_bos):
     tokenizer = FakeTokenizer(adds_bos)
     length = prompt_tokens - adds_bos
     clipped = prepared(replace(PLAIN, prompt="a" * length, max_tokens=MAX_POSITIONS), tokenizer)
@@ -186,16 +182,16 @@ def test_what_the_window_leaves_is_generated(prompt_tokens: int, adds_bos: bool)
     assert full.request.max_tokens == PLAIN.max_tokens  # and refused by the engine
 
 
-def test_thinking_is_no_part_of_the_answer() -> None:
+def test_thinking_is_no_part_of_the_answer():
     asked = rendered(PLAIN, chat_template="{{ '</think>' }}")
     assert asked.request.thinking == ThinkingFormat(False, None, tuple(map(ord, "\n</think>\n\n")))
     assert rendered(PLAIN).request.thinking is None  # no thinking model
     assert rendered(SCORE, chat_template="</think>").request.thinking is None
 
-    def output(text: str) -> Any:
+    def output(text):
         ids = tuple(map(ord, text))
         completion = Completion(text, tuple(text), ids, (-0.5,) * len(text), "length")
-        answered = GenerationResult((completion,), asked.request.prompt_token_ids or ())  # type: ignore[arg-type]
+        answered = GenerationResult((completion,), asked.request.prompt_token_ids or ())
         return to_request_result(PLAIN, asked, answered, False, encoder()).completions[0]
 
     thought = output("<think>\nWhy.\n</think>\n\nYes.")

@@ -1,16 +1,11 @@
 """Names, deployments, files that other HELM commands read, and what an import brings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import helm.benchmark.run  # noqa: F401  (names are looked up as where scenarios run)
 import pytest
@@ -30,15 +25,14 @@ from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import TinyModel
 
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 
-def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path, monkeypatch):
     write = deployment_files.replace_text
 
-    def slow(path: Path, text: str) -> None:
+    def slow(path, text):
         time.sleep(0.01)
         write(path, text)
 
@@ -49,7 +43,7 @@ def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path: Path, mo
     assert sorted(entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]) == names
 
 
-def test_a_catalog_name() -> None:
+def test_a_catalog_name():
     found = get_model_deployment("flexgen/opt-125m")
     assert (found.max_sequence_length, found.max_request_length) == (2048, 2049)
     assert found.model_name == found.tokenizer_name == "flexgen/opt-125m"
@@ -68,7 +62,7 @@ def test_a_catalog_name() -> None:
         ("flexgen/someone--some-model-4bit-s", "someone/some-model", "4bit-s"),
     ],
 )
-def test_what_a_name_means(name: str, path: str, precision: str) -> None:
+def test_what_a_name_means(name, path, precision):
     model = find_model(name)
     assert (model.path, model.config) == (path, EngineConfig(precision=precision))
 
@@ -77,12 +71,12 @@ def test_what_a_name_means(name: str, path: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "name, says", [("flexgen/opt-126m", "did you mean opt-125m"), ("flexgen/org/repo", "write 'flexgen/org--repo'")]
 )
-def test_an_unknown_name_reaches_the_user_as_a_sentence(look_up: Any, name: str, says: str) -> None:
+def test_an_unknown_name_reaches_the_user_as_a_sentence(look_up, name, says):
     with pytest.raises(UnknownModelError, match=says):
         look_up(name)
 
 
-def test_names_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_users_own_file(tmp_path, monkeypatch):
     own = {
         "mine": {"path": "opt-125m", "schedule": "row", "limits": {"cpu": 5, "disk": "2GiB"}, "device": None},
         "other": "opt-350m",
@@ -106,25 +100,21 @@ def test_names_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"overlap": "yes"}, "overlap 'yes' must be true or false"),
     ],
 )
-def test_an_argument_that_cannot_be_used_is_refused_when_the_model_is_loaded(
-    arguments: dict[str, Any], says: str
-) -> None:
+def test_an_argument_that_cannot_be_used_is_refused_when_the_model_is_loaded(arguments, says):
     model = find_model("flexgen/opt-125m", arguments)
     assert hash(model)
     with pytest.raises(UsageError, match=says):
         EngineLoader().load(model)
 
 
-def test_flags_of_the_command_line_go_first() -> None:
+def test_flags_of_the_command_line_go_first():
     context = PluginContext()
     assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cuda"
     context.engine_options = {"device": "cpu"}
     assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cpu"
 
 
-def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(tiny, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     shutil.copy(tiny("llama").path / "config.json", tmp_path / "mine")
     own = {"empty": "mine", "made-up": {"path": "mine", "weights": "dummy"}, "whole": str(tiny("llama").path)}
@@ -136,7 +126,7 @@ def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(
     assert get_model_deployment("flexgen/whole").max_sequence_length
 
 
-def test_a_path_is_answered_with_lines_that_name_it(tiny: Callable[[str], TinyModel]) -> None:
+def test_a_path_is_answered_with_lines_that_name_it(tiny):
     with pytest.raises(UnknownModelError, match="paste these lines, and write model=flexgen/.*\n  echo "):
         find_model(f"flexgen/{tiny('llama').path}")
     with pytest.raises(UnknownModelError, match="there is no model file or folder /no/where"):
@@ -144,13 +134,13 @@ def test_a_path_is_answered_with_lines_that_name_it(tiny: Callable[[str], TinyMo
 
 
 @pytest.fixture
-def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_registry(monkeypatch):
     monkeypatch.setattr(deployments, "ALL_MODEL_DEPLOYMENTS", list(deployments.ALL_MODEL_DEPLOYMENTS))
     known = dict(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT)
     monkeypatch.setattr(deployments, "DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT", known)
 
 
-def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: None, tmp_path: Path) -> None:
+def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry, tmp_path):
     entries = [
         {"name": "lab/mine", "client_spec": {"class_name": CLIENT, "args": {"path": "opt-125m", "device": "cpu"}}},
         {"name": "lab/gone", "client_spec": {"class_name": CLIENT, "args": {"path": "./nowhere"}}},
@@ -189,9 +179,7 @@ print(json.dumps([[get_model_deployment(name).max_request_length, get_tokenizer_
 """
 
 
-def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_path, monkeypatch):
     """A name of the user's file comes to mean another model; each look is a process of HELM's, in the same folder."""
     first = tiny("llama").path
     second = shutil.copytree(first, tmp_path / "second")
@@ -208,7 +196,7 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
     file.parent.mkdir()
     file.write_text(theirs)
 
-    def look(path: Path) -> Any:
+    def look(path):
         (tmp_path / "models.yaml").write_text(yaml.safe_dump({"m": str(path), "own": str(path)}))
         done = subprocess.run([*python("plan"), "-c", AFTER_FILES, "flexgen/m", "flexgen/own"], cwd=tmp_path,
                               capture_output=True, text=True, timeout=60)  # fmt: skip
@@ -236,14 +224,14 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
 
 
 @pytest.mark.parametrize("content", [b"- a\n", b"{", b"# caf\xe9\n"])
-def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path, content):
     path = tmp_path / "model_deployments.yaml"
     path.write_bytes(content)
     deployment_files._merge_file(path, "model_deployments", [{"name": "flexgen/x"}])
     assert path.read_bytes() == content
 
 
-def test_notes_in_a_file_without_entries_stay(tmp_path: Path) -> None:
+def test_notes_in_a_file_without_entries_stay(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("# my own notes\n")
     deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
@@ -251,7 +239,7 @@ def test_notes_in_a_file_without_entries_stay(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text()) == {"model_deployments": [{"name": "b"}]}
 
 
-def test_flow_style_is_merged_too(tmp_path: Path) -> None:
+def test_flow_style_is_merged_too(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("model_deployments: [{name: a}]\n")
     deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
@@ -271,13 +259,13 @@ print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - befor
 """
 
 
-def test_registration_is_light_and_can_be_repeated() -> None:
+def test_registration_is_light_and_can_be_repeated():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=True)
     brought = set(json.loads(done.stdout.splitlines()[-1]))
     assert not brought & {"torch", "transformers", "tokenizers", "numba", "scipy", "gguf", "safetensors"}
     assert "cannot register" not in done.stdout + done.stderr
 
 
-def test_scenarios_are_refused_under_another_name() -> None:
+def test_scenarios_are_refused_under_another_name():
     done = subprocess.run([sys.executable, "-c", "import scenarios"], cwd=ROOT, capture_output=True, text=True)
     assert "this package is flexgen_helm.scenarios" in done.stderr

@@ -1,7 +1,5 @@
 """Random samples that grow until a time: their order, the sizes of blocks, and scores without bias."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import namedtuple

@@ -1,10 +1,7 @@
 """Our HELM tokenizer against HELM's own Hugging Face one, on the same files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from helm.benchmark.window_services.default_window_service import DefaultWindowService
@@ -35,7 +32,7 @@ TEXTS = [
 CORPUS = ["Is 24 even or odd? Answer: Even", "naïve café", "leading and trailing space, tabs and newlines"] * 20
 
 
-def byte_level() -> Tokenizer:
+def byte_level():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +41,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece():
     """As Llama 2's: a space before the text, unknown characters as bytes."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"abcdefghijklmnopqrstuvwxyzIAE?:'"]
     pieces += ["▁e", "▁o"]
@@ -59,12 +56,12 @@ def sentencepiece() -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=[byte_level, sentencepiece])
-def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def pair(request, tmp_path_factory):
     """Ours and HELM's, of one folder."""
     from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
     folder = tmp_path_factory.mktemp(request.param.__name__)
-    backend: Tokenizer = request.param()
+    backend = request.param()
     backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -79,12 +76,12 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     set_context(previous)
 
 
-def _tokens(tokenizer: Any, text: str, name: str, **options: Any) -> list[Any]:
+def _tokens(tokenizer, text, name, **options):
     return tokenizer.tokenize(TokenizationRequest(text, name, **options)).raw_tokens
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
+def test_same_ids_and_texts_as_helm(pair, text):
     kind, ours, theirs, _ = pair
     name = f"{NAME}-{kind}"
     ids = _tokens(ours, text, NAME, encode=True)
@@ -102,7 +99,7 @@ def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
         assert all(s.startswith("bytes:\\x") for s, h in zip(strings, helms) if "�" in h)
 
 
-def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
+def test_text_that_is_no_unicode_is_refused_and_not_retried(pair):
     _, ours, _, encoder = pair
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         _tokens(ours, "\ud800", NAME)
@@ -110,16 +107,16 @@ def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
         to_generation_request(Request(prompt="\ud800"), encoder, 4096)
 
 
-def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[str] = []
+def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeypatch):
+    texts = []
 
     class Counting(FakeTokenizer):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text, add_special_tokens=True):
             texts.append(text)
             return super().encode(text, add_special_tokens)
 
     monkeypatch.setattr("flexgen_helm.service.models.MAX_CACHED_TEXTS", 2)
-    encoder = PromptEncoder(Counting())  # type: ignore[arg-type]
+    encoder = PromptEncoder(Counting())
     assert [encoder.encode(text) for text in ("ab", "cd", "ab")] == [(97, 98), (99, 100), (97, 98)]
     encoder.encode("ef")  # the least recently used one goes
     encoder.encode("ab"), encoder.encode("cd")
@@ -129,7 +126,7 @@ def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeyp
 class Service:
     """HELM's TokenizerService on the fake."""
 
-    def __init__(self, adapter: FlexgenTokenizer) -> None:
+    def __init__(self, adapter):
         self.tokenize, self.decode = adapter.tokenize, adapter.decode
 
 
@@ -137,13 +134,13 @@ Windows = Callable[..., tuple[FlexgenWindowService, DefaultWindowService, Plugin
 
 
 @pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Windows:
+def windows(monkeypatch, use_context):
     """Make our window service and HELM's own, of a length, on a fake tokenizer."""
 
-    def make(length: int, **options: Any) -> tuple[FlexgenWindowService, DefaultWindowService, PluginContext]:
+    def make(length, **options):
         context = use_context(fake_context(**options))
         monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-        service: Any = Service(FlexgenTokenizer("flexgen/x"))
+        service = Service(FlexgenTokenizer("flexgen/x"))
         sizes = dict(max_sequence_length=length, max_request_length=length + 1)
         return (
             FlexgenWindowService(service, "flexgen/x", **sizes),
@@ -155,7 +152,7 @@ def windows(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Windows:
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_the_window_reserves_the_place_of_bos(adds_bos: bool, windows: Windows) -> None:
+def test_the_window_reserves_the_place_of_bos(adds_bos, windows):
     window, plain, _ = windows(10, adds_bos=adds_bos)
     assert plain.fits_within_context_window("a" * 8, 3) and not plain.fits_within_context_window("a" * 9, 3)
     assert window.fits_within_context_window("a" * 8, 3) is not adds_bos
@@ -165,7 +162,7 @@ def test_the_window_reserves_the_place_of_bos(adds_bos: bool, windows: Windows) 
 
 
 @pytest.mark.parametrize("wanted", [11, 2100])
-def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted: int, windows: Windows) -> None:
+def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted, windows):
     """HELM's loop takes characters away from an empty text for ever."""
     window = windows(10)[0]
     said = f"the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of {wanted:,};"
@@ -174,7 +171,7 @@ def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted: in
     assert window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
 
 
-def test_the_window_reserves_the_tokens_of_the_template(windows: Windows) -> None:
+def test_the_window_reserves_the_tokens_of_the_template(windows):
     window, _, context = windows(40, adds_bos=True, chat_template="yes")
     added = len("\x01<user><assistant>")
     assert window.fits_within_context_window("a" * (41 - 3 - added), 3)

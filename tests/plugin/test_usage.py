@@ -1,12 +1,9 @@
 """What runs and suites cost, over several calls."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response
 
 
-def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
+def test_a_repetition_counts_its_tokens_and_costs_nothing():
     cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
     once, twice = requests_usage(["a"], {"a": cost}), requests_usage(["a", "a", "failed"], {"a": cost})
     assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
@@ -30,7 +27,7 @@ def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
     assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
 
 
-def run_of(folder: Path, name: str, tokens: int, block: dict[str, Any], fingerprint: str = "a") -> HelmRun:
+def run_of(folder, name, tokens, block, fingerprint="a"):
     """A run of one request, as it stands after HELM has executed it."""
     model = ModelArguments("m", "opt-125m")
     run = HelmRun(name, folder / name, model, block=block, fingerprint=fingerprint, keys=[name])
@@ -41,13 +38,13 @@ def run_of(folder: Path, name: str, tokens: int, block: dict[str, Any], fingerpr
     return run
 
 
-def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
-    def block(seconds: float, peak: int, predicted: float | None) -> dict[str, Any]:
+def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path):
+    def block(seconds, peak, predicted):
         times = {"compute": seconds, "wait": 0.5}
         return {"bytes": {"disk_to_cpu": {"weights": 3}}, "time_s": times, "peak_bytes": {"cpu": peak, "gpu": 0},
                 "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
 
-    def call(*runs: HelmRun, failed: tuple[str, ...] = ()) -> dict[str, Any]:
+    def call(*runs, failed=()):
         tried = [*(run.name for run in runs), *failed]
         content = suite_usage(tmp_path, runs, tried, failed)
         (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
@@ -77,7 +74,7 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     assert call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
 
 
-def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> None:
+def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path):
     """Every key that the docs promise is there; null where this suite computed nothing."""
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps({"model_type": "opt"}))
@@ -102,16 +99,16 @@ def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> N
     assert record["policy"] == {"gpu_batch_size": 3} and record["origin"] == "org/repo@0"
 
 
-def test_where_weights_are_from_is_known_without_the_network(tmp_path: Path) -> None:
+def test_where_weights_are_from_is_known_without_the_network(tmp_path):
     assert local_files(ModelArguments("m", str(tmp_path / "absent"))) == {}
     assert local_files(ModelArguments("m", "opt-66b")) == {}
 
 
-def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path: Path) -> None:
-    def request(key: str, thinking: ThinkingFormat | None, is_clipped: bool = False) -> HelmRequest:
+def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path):
+    def request(key, thinking, is_clipped=False):
         return HelmRequest(GenerationRequest(prompt_token_ids=(1,), thinking=thinking), key, (), 1, is_clipped)
 
-    def response(*texts: str) -> Response:
+    def response(*texts):
         completions = (Completion(text, (text,), (1,), (-1.0,), "length") for text in texts)
         return Response(GenerationResult(tuple(completions)), is_cached=False)
 
@@ -125,8 +122,8 @@ def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path:
         "done": response("so\n</think>\n\n"), "half": response("so"), "answers": response("Yes."),
         "begun": response("<think>so"), "several": response("so</think>Yes.", "so"), "plain": response("<think>"),
     }  # fmt: skip
-    block: Any = SimpleNamespace(keys=[request.key for request in requests], responses=lambda: responses)
-    service: Any = SimpleNamespace(loading_s=lambda *args: 0.0, loaded=lambda model: None)
+    block = SimpleNamespace(keys=[request.key for request in requests], responses=lambda: responses)
+    service = SimpleNamespace(loading_s=lambda *args: 0.0, loaded=lambda model: None)
     run = HelmRun("r", tmp_path, ModelArguments("m", "opt-125m"))
     run.record_block(service, block, requests)
     record = run.as_json()

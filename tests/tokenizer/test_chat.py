@@ -1,10 +1,7 @@
 """Which prompts get a chat template, how messages become text, and how often BOS is there."""
 
-from __future__ import annotations
-
 from copy import copy
 from datetime import datetime
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,13 +12,13 @@ from transformers.utils import chat_template_utils
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
-from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions, TemplateChoice, chat_format
+from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHAT_MODELS, CHATML
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
+def tokenizers(tmp_path_factory):
     loaded = {}
     for name, model in CHAT_MODELS.items():
         tokenizer = Tokenizer.from_path(model.write(tmp_path_factory.mktemp("chat") / "model"))
@@ -30,11 +27,11 @@ def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     return loaded
 
 
-def decide(tokenizer: Any, choice: TemplateChoice | None = "auto", is_base: bool = False, **options: Any) -> ChatFormat:
+def decide(tokenizer, choice="auto", is_base=False, **options):
     return chat_format(tokenizer, ChatOptions(choice, **options), "acme", is_base)
 
 
-def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+def replace_template(tokenizer, template):
     changed = copy(tokenizer)
     changed.chat_template = template
     return changed
@@ -43,10 +40,10 @@ def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 class Template:
     """A tokenizer that has only a template."""
 
-    def __init__(self, render: Any) -> None:
+    def __init__(self, render):
         self.chat_template, self._render = "yes", render
 
-    def apply_chat_template(self, messages: Any, **variables: Any) -> str:
+    def apply_chat_template(self, messages, **variables):
         return str(self._render(messages))
 
 
@@ -126,7 +123,7 @@ def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers)
     for name in ("instruct", "thinking", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
         assert decided.render_messages([message]) == decided.render_prompt("one\ntwo")
-    seen: list[Any] = []
+    seen = []
     knowing = Template(lambda messages: seen.append(messages) or "Hello, the same")
     decide(knowing).render_messages([message])
     assert seen[-1] == [message]  # handed on as it is

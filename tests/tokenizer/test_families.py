@@ -4,8 +4,6 @@ The golden ids were worked out by a slow encoder of the published pipelines' ste
 held against `tokenizers` on the same file (OPT, whose files are read by `transformers`, against that).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
@@ -30,7 +28,7 @@ GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世�
 # 2. Two spaces: kept, or three with sentencepiece's own; e and accent composed (NFC) or left; newlines joined or not.
 # 3. Characters of which a token holds some bytes; which of the special texts are tokens; bytes where no token fits.
 # 4. A word that no order of merges reaches, though it is in the vocabulary (`ignore_merges`).
-GOLDEN: dict[str, list[list[int]]] = {
+GOLDEN = {
     "llama3": [
         [308, 291, 258, 220, 276, 23, 265, 266, 282],
         [308, 220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 68, 136, 223, 197, 281],
@@ -64,15 +62,15 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     return {name: family.write(root / name) for name, family in FAMILIES.items()}
 
 
-_loaded: dict[Path, Tokenizer] = {}
+_loaded = {}
 
 
-def load(path: Path) -> Tokenizer:
+def load(path):
     if path not in _loaded:
         tokenizer = Tokenizer.from_path(path)
         assert tokenizer is not None
@@ -81,7 +79,7 @@ def load(path: Path) -> Tokenizer:
 
 
 @cache
-def reference(name: str) -> Backend:
+def reference(name):
     """The tokenizer that `tokenizers` makes of the file, or `transformers` of OPT's files."""
     with TemporaryDirectory() as root:
         folder = FAMILIES[name].write(Path(root, name))
@@ -90,18 +88,18 @@ def reference(name: str) -> Backend:
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
 
-def expected(name: str, text: str) -> list[int]:
+def expected(name, text):
     """Ids with BOS, which a text that brings its own does not get again."""
     ids = reference(name).encode(text).ids
     bos = FAMILIES[name].bos
     return ids[1:] if bos and text.startswith(bos) else ids
 
 
-def normalize(name: str, text: str) -> str:
+def normalize(name, text):
     return unicodedata.normalize("NFC", text) if name in ("gpt-neox", "qwen2") else text
 
 
-def prefix_space(name: str) -> str:
+def prefix_space(name):
     """What a sentencepiece family puts before a text and keeps in its first token."""
     return " " if FAMILIES[name].dummy else ""
 
@@ -212,7 +210,7 @@ def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
 
 
 def test_what_pipelines_change_or_drop_is_theirs(folders):
-    def through(name: str, text: str) -> str:
+    def through(name, text):
         tokenizer = load(folders[name])
         return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
 

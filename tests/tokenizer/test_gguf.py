@@ -1,18 +1,13 @@
 """Tokenizers out of GGUF files: splits and merges against `transformers`, keys and drawn texts against llama.cpp."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json
 import random
 import urllib.request
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import gguf
 import numpy as np
@@ -28,7 +23,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import CheckpointError, Interrupted, UnsupportedArchitectureError
-from flexgen_helm.progress import Event, describe, observed_by
+from flexgen_helm.progress import describe, observed_by
 from flexgen_helm.tokenizer import gguf_tokenizer
 from flexgen_helm.tokenizer.gguf_tokenizer import IRRELEVANT, NEUTRAL
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -57,7 +52,7 @@ ID_KEYS = (
     "bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "cls", "mask", "fim_pre", "fim_suf", "fim_mid",
     "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle",
 )  # fmt: skip
-KEYS: dict[str, Any] = {
+KEYS = {
     **{f"tokenizer.ggml.{name}_token_id": 9 for name in ID_KEYS},
     "tokenizer.ggml.token_type_count": 2,
     "tokenizer.ggml.add_bos_token": True,
@@ -80,7 +75,7 @@ ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 @cache
-def learn(model: str) -> tuple[list[str], list[Any]]:
+def learn(model):
     """Pieces and merges of a tokenizer that was shown no word borders: only a split keeps digits apart."""
     learnt = Backend(models.BPE())
     if model == "llama":
@@ -96,7 +91,7 @@ def learn(model: str) -> tuple[list[str], list[Any]]:
     return sorted(content["vocab"], key=content["vocab"].__getitem__), [tuple(merge) for merge in content["merges"]]
 
 
-def vocabulary(model: str) -> dict[str, Any]:
+def vocabulary(model):
     """Keys of a tokenizer that learnt a corpus."""
     pieces, merges = learn(model)
     types = [NORMAL] * len(pieces)
@@ -105,7 +100,7 @@ def vocabulary(model: str) -> dict[str, Any]:
         scores = [-float(order.get(piece, 1000 + i)) for i, piece in enumerate(pieces)]
         pieces = [*(f"<0x{i:02X}>" for i in range(256)), *pieces]
         types = [*[gguf.TokenType.BYTE] * 256, *types]
-        rest: dict[str, Any] = {"tokenizer.ggml.scores": [0.0] * (256 + len(SPECIAL)) + scores}
+        rest = {"tokenizer.ggml.scores": [0.0] * (256 + len(SPECIAL)) + scores}
     else:
         rest = {"tokenizer.ggml.merges": [" ".join(merge) for merge in merges], "tokenizer.ggml.pre": "gpt-2"}
         rest["tokenizer.ggml.bos_token_id"], rest["tokenizer.ggml.eos_token_id"] = 1, 2
@@ -117,7 +112,7 @@ def vocabulary(model: str) -> dict[str, Any]:
     }
 
 
-def write(path: Path, keys: dict[str, Any], name: str = "drawn") -> Path:
+def write(path, keys, name="drawn"):
     """A model of one layer with these keys; None leaves one out."""
     sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
     sizes |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
@@ -132,7 +127,7 @@ def write(path: Path, keys: dict[str, Any], name: str = "drawn") -> Path:
     )
 
 
-def theirs(path: Path, texts: list[str]) -> list[list[int]]:
+def theirs(path, texts):
     """Token ids by llama.cpp, with special tokens in front, and where the text names them."""
     xllamacpp, settings = llama_cpp(path, 64)
     server = xllamacpp.Server(settings)
@@ -146,7 +141,7 @@ def theirs(path: Path, texts: list[str]) -> list[list[int]]:
     return found
 
 
-def drawn_texts(seed: int, count: int = 60) -> Iterator[str]:
+def drawn_texts(seed, count=60):
     draw = random.Random(seed)
     yield from [*CORPUS[:3], " ", "  a", "\n", " the", "<|user|>\nhi<|end|>\n  <tool> x"]
     for _ in range(count):
@@ -155,7 +150,7 @@ def drawn_texts(seed: int, count: int = 60) -> Iterator[str]:
             yield text
 
 
-def load(path: Path) -> Tokenizer:
+def load(path):
     tokenizer = Tokenizer.from_path(path)
     assert tokenizer is not None
     return tokenizer
@@ -164,16 +159,16 @@ def load(path: Path) -> Tokenizer:
 # ---- against transformers ----
 
 
-def reference_backend(pre: str, tokens: list[str], merges: list[Any]) -> Backend:
+def reference_backend(pre, tokens, merges):
     """The same vocabulary under the splitting that `transformers` or the model's own tokenizer.json prescribes."""
     vocab = {token: i for i, token in enumerate(tokens)}
     if pre == "qwen2":
-        backend: Backend = Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer
+        backend = Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer
     else:
         backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "llama-bpe")
         pattern = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
-        before: dict[str, list[Any]] = {
+        before = {
             "smollm": [pre_tokenizers.Digits(individual_digits=True)],
             "llama-bpe": [pre_tokenizers.Split(Regex(pattern), "isolated")],
         }
@@ -248,7 +243,7 @@ def test_texts_are_split_by_the_models_own_patterns(tmp_path, pre):
             assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False).ids, text
 
 
-def merged_leftmost(text: str, scores: dict[str, float]) -> list[str]:
+def merged_leftmost(text, scores):
     """Sentencepiece's merging, step by step: the best piece that two neighbours form, the leftmost of equal ones."""
     pieces = list(text)
     while True:
@@ -334,7 +329,7 @@ def test_ends_of_turns_and_space_behind_phi3s_tokens(tmp_path, name):
 
 def test_a_tokenizer_is_built_once_while_it_is_in_use(tmp_path):
     """HELM's threads and the engine of every precision ask for it; 262,144 pieces take four seconds."""
-    built: list[Event] = []
+    built = []
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b"]}
     path = write(tmp_path / "m.gguf", keys)
     with observed_by(built.append):
@@ -381,7 +376,7 @@ def test_keys_that_do_not_fit_together_are_refused(tmp_path, key, value):
 
 # ---- against llama.cpp ----
 
-LLAMA_CASES: dict[str, dict[str, Any]] = {
+LLAMA_CASES = {
     "plain": {},
     "no prefix": {"tokenizer.ggml.add_space_prefix": False},
     "BOS and EOS": {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True},
@@ -496,7 +491,7 @@ def test_metadata_equals_gguf_reader(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def smollm2(wheel_model) -> Tokenizer:
+def smollm2(wheel_model):
     return load(wheel_model)
 
 

@@ -1,11 +1,7 @@
 """What a tokenizer's files say is taken or refused: templates, ends, bytes, code that is never run."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -24,19 +20,19 @@ TEMPLATE = (
 )
 
 
-def write(folder: Path, name: str, content: Any) -> None:
+def write(folder, name, content):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
 
-def load(path: Path) -> Tokenizer:
+def load(path):
     tokenizer = Tokenizer.from_path(path)
     assert tokenizer is not None
     return tokenizer
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: FAMILIES[name].write(root / name) for name in ("gpt2", "llama2", "opt")}
     write(folders["llama2"], "chat_template.jinja", TEMPLATE)
