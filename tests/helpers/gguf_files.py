@@ -22,13 +22,25 @@ Kind = gguf.GGMLQuantizationType
 SMALL_TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
 
 
-def write_gguf(path: Path, arch: str, keys: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray, Kind]]) -> Path:
-    """Write a file of one part.
+def small_tokenizer(size: int) -> dict[str, Any]:
+    """Keys of a tokenizer with so many tokens."""
+    return {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(size)]}
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    keys: Mapping[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray, Kind]],
+    parts: int = 1,
+) -> Path:
+    """Write a file, or its parts beside it.
 
     keys: those that begin with a dot are the architecture's. A value is stored by its type; one that is None is not.
     tensors: name, values, and how they are stored, in which stored bytes are.
     """
-    writer = gguf.GGUFWriter(path, arch)
+    tensors = list(tensors)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=0 if parts == 1 else -(-len(tensors) // parts))
     add = {
         str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool,
         list: writer.add_array,
@@ -39,10 +51,6 @@ def write_gguf(path: Path, arch: str, keys: Mapping[str, Any], tensors: Iterable
     for name, values, kind in tensors:
         stored = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
-    return finish(writer, path)
-
-
-def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -36,6 +36,20 @@ def llama_tensors(config: Mapping[str, Any] = SMALL_LLAMA, seed: int = 0) -> dic
     return {published_name(name): torch.randn(shape, dtype=torch.float16) for name, shape in shapes.items()}
 
 
+def write_weights(
+    folder: Path, tensors: Mapping[str, Tensor], save: Callable[..., Any], name: str, shards: int
+) -> None:
+    """Save tensors as the file `name`, or as so many shards with an index."""
+    if shards == 1:
+        return save(tensors, folder / name)
+    stem, ending = name.rsplit(".", 1)
+    files = [f"{stem}-{i + 1:05}-of-{shards:05}.{ending}" for i in range(shards)]
+    weight_map = {tensor: files[i * shards // len(tensors)] for i, tensor in enumerate(tensors)}
+    for file in files:
+        save({tensor: tensors[tensor] for tensor in tensors if weight_map[tensor] == file}, folder / file)
+    (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def age(folder: Path) -> None:
     """Make files old enough for their hashes to be remembered."""
     for file in folder.iterdir():
