@@ -58,6 +58,7 @@ def test_top_k_per_token_does_not_restrict_sampling():
         ({"messages": [{"role": "user", "content": "Hi"}]}, "Exactly one of"),
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"num_completions": 0}, "num_completions is 0"),
+        ({"num_completions": 10**9, "temperature": 1.0}, "n is 1000000000"),
         ({"stop_sequences": [""]}, "stop string"),
     ],
 )

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 from helm.benchmark import model_deployment_registry as deployments
@@ -55,8 +55,12 @@ def runner(tmp_path, **changes):
 
 
 def run_spec(instances=4):
-    spec = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))[0]
+    (spec,) = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))
     return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
+
+
+def gsm(name):
+    return f"gsm:model=flexgen/{name},follow_format_instructions=instruct"
 
 
 def request(prompt, **changes):
@@ -64,33 +68,29 @@ def request(prompt, **changes):
 
 
 @pytest.mark.parametrize(
-    "bad, says",
-    [
-        (request(POISON), "not finite"),
-        (request("x", presence_penalty=1.0), "presence_penalty is not supported"),
-    ],
+    "bad, says", [({"prompt": POISON}, "not finite"), ({"presence_penalty": 1.0}, "not supported")]
 )
 def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(engines, tmp_path, bad, says):
-    executor = Executor(execution(tmp_path, parallelism=1))
+    executor, good = Executor(execution(tmp_path, parallelism=1)), request("good")
     with pytest.raises(ExecutorError, match=says):
-        executor.execute(state(request("good"), bad))
-    assert executor.execute(state(request("good"))).request_states[0].result.cached
+        executor.execute(state(good, replace(good, **bad)))
+    assert executor.execute(state(good)).request_states[0].result.cached
 
 
 def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context):
-    def broken(model):
-        raise CheckpointError("the tokenizer is damaged")
-
+    broken = Mock(side_effect=CheckpointError("the tokenizer is damaged"))
     use_context(PluginContext(models=ModelReader("HELM", load_tokenizer=broken)))
     got = FlexgenClient(MODEL).make_request(request("a"))
     assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
 
-def test_nothing_is_submitted_where_nothing_is_ours(engines, tmp_path):
-    executor = Executor(execution(tmp_path))
-    assert helm_patches.prepare_run(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
-    assert helm_patches.prepare_run(executor, state(request("a"), deployment="simple/model1")) is None
-    assert helm_patches.prepare_run(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+@pytest.mark.parametrize(
+    "changes, deployment",
+    [({"dry_run": True}, None), ({}, "simple/model1"), ({}, "flexgen/unknown-model")],
+)
+def test_nothing_is_submitted_where_nothing_is_ours(engines, tmp_path, changes, deployment):
+    executor = Executor(execution(tmp_path, **changes))
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment=deployment)) is None
     assert engines == []
 
 
@@ -102,48 +102,38 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(engines, tmp_pat
     bench, spec, real = runner(tmp_path), run_spec(), helm_patches.replace_text
     folder = Path(bench._get_run_path(spec))
     bench.run_one(spec)
-    assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
+    assert {*FILES, "flexgen_run.json"} == {path.name for path in folder.iterdir()}
     for kept in range(len(FILES)):
-        allowed = iter(range(kept))
+        written = iter([real] * kept)
 
-        def killed(path, content, allowed=allowed):
-            if next(allowed, None) is None:
-                raise KeyboardInterrupt
-            real(path, content)
+        def killed(*given, written=written):
+            next(written, Mock(side_effect=KeyboardInterrupt))(*given)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(helm_patches, "replace_text", killed)
-            with pytest.raises(KeyboardInterrupt):
-                bench.run_one(spec)
+            bench.run_one(spec)
         assert not bench._is_run_completed(str(folder))
     bench.run_one(spec)
     assert bench._is_run_completed(str(folder))
     for name in FILES:
         json.loads((folder / name).read_text())
     assert not list(folder.glob(".*"))
+    # The inverse: HELM's own writer leaves the old last file in place.
+    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")
+    assert bench._is_run_completed(str(folder))
 
 
 @pytest.mark.parametrize("is_dry", [False, True])
 def test_a_run_without_instances_is_refused(engines, tmp_path, monkeypatch, is_dry):
     """HELM's MMLU passes over the files of a subject that does not exist, and scores nothing."""
     monkeypatch.setattr(SimpleMCQAScenario, "get_instances", lambda self, output_path: [])
-    spec = run_spec()
-    spec = replace(spec, scenario_spec=replace(spec.scenario_spec, args={"subject": "anatomi"}))
     monkeypatch.setattr(SimpleMCQAScenario, "__init__", lambda self, subject: None)
-    bench = runner(tmp_path, dry_run=is_dry)
+    spec, bench = run_spec(), runner(tmp_path, dry_run=is_dry)
+    spec = replace(spec, scenario_spec=replace(spec.scenario_spec, args={"subject": "anatomi"}))
     with pytest.raises(UsageError, match="^no instances to evaluate: check subject=anatomi$"):
         bench.run_one(spec)
     bench.skip_instances = True
     bench.run_one(spec)
-
-
-def test_without_the_patch_such_a_run_looks_complete(engines, tmp_path):
-    """The inverse: HELM's own writer leaves the old last file in place."""
-    bench, spec = runner(tmp_path), run_spec()
-    folder = Path(bench._get_run_path(spec))
-    bench.run_one(spec)
-    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")
-    assert bench._is_run_completed(str(folder))
 
 
 def test_runs_of_other_clients_are_left_alone(engines, tmp_path, monkeypatch):
@@ -152,10 +142,9 @@ def test_runs_of_other_clients_are_left_alone(engines, tmp_path, monkeypatch):
     tokenizer = TokenizerConfig("simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer"))
     monkeypatch.setitem(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT, other.name, other)
     monkeypatch.setitem(tokenizers.TOKENIZER_NAME_TO_CONFIG, tokenizer.name, tokenizer)
-    bench = runner(tmp_path)
-    spec = run_spec()
-    spec = replace(spec, name="other", adapter_spec=replace(spec.adapter_spec, model="simple/model1",
-                                                            model_deployment="simple/model1"))  # fmt: skip
+    bench, spec = runner(tmp_path), run_spec()
+    adapter = replace(spec.adapter_spec, model=other.name, model_deployment=other.name)
+    spec = replace(spec, name="other", adapter_spec=adapter)
     bench.run_one(spec)
     folder = Path(bench._get_run_path(spec))
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
@@ -181,6 +170,8 @@ def unpatched(monkeypatch, use_context):
 
 
 def test_patches_are_installed_once(unpatched):
+    with pytest.raises(ValueError, match="No model metadata"):  # HELM alone does not know the model
+        construct_run_specs(parse_object_spec(gsm("opt-13b-paper-4bit")))
     helm_patches.install_or_warn()
     first = Executor.execute, Runner.run_one
     helm_patches.install_or_warn()
@@ -213,19 +204,11 @@ def test_the_documentation_shows_the_table_of_patches():
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
 
 
-def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later():
+@pytest.mark.parametrize("name, is_instruct", [("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)])
+def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later(name, is_instruct):
     """Entries as HELM Lite has them, for a model that nothing has looked up before."""
-    for name, is_instruct in (("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)):
-        entry = f"gsm:model=flexgen/{name},follow_format_instructions=instruct"
-        (spec,) = construct_run_specs(parse_object_spec(entry))
-        assert bool(spec.adapter_spec.global_prefix) == is_instruct
-
-
-def test_without_the_patch_helm_does_not_know_the_model(unpatched):
-    with pytest.raises(ValueError, match="No model metadata"):
-        construct_run_specs(
-            parse_object_spec("gsm:model=flexgen/opt-13b-paper-4bit,follow_format_instructions=instruct")
-        )
+    (spec,) = construct_run_specs(parse_object_spec(gsm(name)))
+    assert bool(spec.adapter_spec.global_prefix) == is_instruct
 
 
 def test_a_helm_that_changed_refuses_suites(unpatched, monkeypatch):
@@ -240,22 +223,11 @@ def test_a_helm_that_changed_refuses_suites(unpatched, monkeypatch):
 # The suite's small parts
 
 
-def test_a_model_that_was_not_loaded_does_not_hide_how_long_the_first_took(use_context, monkeypatch, tmp_path):
-    service = MagicMock()
-    service.submit.side_effect = lambda model: Mock(model=model)
-    service.loaded.side_effect = {"b": "loaded", "c": "loaded"}.get
-    service.loading_s.side_effect = lambda model, since: {"a": 0.0, "b": 3.0, "c": 8.0}[model]
-    use_context(Mock(service=service))
-    monkeypatch.setattr(suite, "keep_blocks", lambda *_: {})
-    called = suite.Suite(ModelSettings())
-    called._folders = [tmp_path]
-    assert called._compute({model: (model,) for model in "abc"}) == 3.0
-
-
-def test_wrong_usage_is_one_sentence_and_exit_code_2():
-    for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
-        outcome = suite.run_suite(arguments)
-        assert outcome.exit_code == 2 and len(outcome.sentences) == 1 and said in outcome.sentences[0]
+@pytest.mark.parametrize("arguments, said", [(["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")])
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said):
+    outcome = suite.run_suite(arguments)
+    (sentence,) = outcome.sentences
+    assert outcome.exit_code == 2 and said in sentence
 
 
 @pytest.mark.parametrize(
@@ -280,20 +252,17 @@ def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(tmp_pa
         return [run_spec()]
 
     own = suite.Suite(ModelSettings())
-    names = [f"simple_mcqa:model={MODEL}", f"legalbench:subset=a,model={MODEL}"]
-    entries = [RunEntry(name, 1, None) for name in names]
-    assert own.run_specs(make, entries[:1] * 2) == [run_spec()]
+    mcqa, legal = (RunEntry(f"{name},model={MODEL}", 1, None) for name in ("simple_mcqa:x=1", "legalbench:subset=a"))
+    assert own.run_specs(make, [mcqa] * 2) == [run_spec()]
     with pytest.raises(UsageError) as refused:
-        own.run_specs(make, entries)
-    said = str(refused.value)
-    assert f"no run of {names[1]} without {address}, which" in said and f"Copy it to {file} from" in said
-    error = refused.value.__cause__
-    assert isinstance(error, Exception)
+        own.run_specs(make, [mcqa, legal])
+    said, error = str(refused.value), refused.value.__cause__
+    assert f"no run of {legal.description} without {address}, which" in said and f"Copy it to {file} from" in said
     assert f"could not be downloaded from {address} (" in explain_failure(error, file.parent)
     assert exit_code_of(error, file.parent) == 2  # data is missing
     assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1  # a metric, a defect
-    with pytest.raises(UsageError, match=r"no run of simple_mcqa:model=\S+ \(TypeError: wrong\)$"):
-        own.run_specs(Mock(side_effect=TypeError("wrong")), entries)
+    with pytest.raises(UsageError, match=r"no run of simple_mcqa:\S+ \(TypeError: wrong\)$"):
+        own.run_specs(Mock(side_effect=TypeError("wrong")), [mcqa])
     capsys.readouterr()
     _print_scores(suite.SuiteOutcome(2, [said], is_dry=True), Path("benchmark_output"))
     assert capsys.readouterr() == ("", "")  # of a dry run that made nothing

@@ -24,6 +24,7 @@ from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
 from tests.helpers.forks import python
+from tests.helpers.model_folders import edit_config
 from tests.helpers.paths import ROOT
 
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
@@ -31,16 +32,12 @@ CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path, monkeypatch):
     write = deployment_files.replace_text
-
-    def slow(path, text):
-        time.sleep(0.01)
-        write(path, text)
-
-    monkeypatch.setattr(deployment_files, "replace_text", slow)
-    path, names = tmp_path / "prod_env" / "model_deployments.yaml", [f"flexgen/m{i}" for i in range(8)]
+    monkeypatch.setattr(deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given)))
+    names = ["flexgen/opt-125m", "flexgen/opt-350m", "flexgen/opt-1.3b", "flexgen/opt-2.7b", "flexgen/opt-6.7b"]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: deployment_files._merge_file(path, "model_deployments", [{"name": name}]), names))
-    assert sorted(entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]) == names
+        list(pool.map(lambda name: deployment_files.merge(tmp_path, [name]), names))
+    written = yaml.safe_load((tmp_path / "model_deployments.yaml").read_text())["model_deployments"]
+    assert {entry["name"] for entry in written} == {*names}
 
 
 def test_a_catalog_name():
@@ -48,22 +45,21 @@ def test_a_catalog_name():
     assert (found.max_sequence_length, found.max_request_length) == (2048, 2049)
     assert found.model_name == found.tokenizer_name == "flexgen/opt-125m"
     assert get_model_deployment("flexgen/opt-125m") is found
-    assert not model_has_tag("flexgen/opt-125m", INSTRUCTION_FOLLOWING_MODEL_TAG)
-    get_model_deployment("flexgen/smollm2-135m-instruct-q4_1")
-    assert model_has_tag("flexgen/smollm2-135m-instruct-q4_1", INSTRUCTION_FOLLOWING_MODEL_TAG)
+    for name, is_instruct in (("flexgen/opt-125m", False), ("flexgen/smollm2-135m-instruct-q4_1", True)):
+        get_model_deployment(name)
+        assert model_has_tag(name, INSTRUCTION_FOLLOWING_MODEL_TAG) == is_instruct
 
 
 @pytest.mark.parametrize(
     "name, path, precision",
     [
-        ("flexgen/opt-125m", "opt-125m", "fp16"),
-        ("flexgen/opt-125m-4bit", "opt-125m", "4bit"),
-        ("flexgen/opt-125m-paper-4bit", "opt-125m", "paper-4bit"),
-        ("flexgen/someone--some-model-4bit-s", "someone/some-model", "4bit-s"),
+        ("opt-125m", "opt-125m", "fp16"),
+        ("opt-125m-paper-4bit", "opt-125m", "paper-4bit"),
+        ("someone--some-model-4bit-s", "someone/some-model", "4bit-s"),
     ],
 )
 def test_what_a_name_means(name, path, precision):
-    model = find_model(name)
+    model = find_model(f"flexgen/{name}")
     assert (model.path, model.config) == (path, EngineConfig(precision=precision))
 
 
@@ -76,18 +72,20 @@ def test_an_unknown_name_reaches_the_user_as_a_sentence(look_up, name, says):
         look_up(name)
 
 
-def test_names_of_the_users_own_file(tmp_path, monkeypatch):
-    own = {
-        "mine": {"path": "opt-125m", "schedule": "row", "limits": {"cpu": 5, "disk": "2GiB"}, "device": None},
-        "other": "opt-350m",
-    }
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(own))
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    """own_models(name=…) writes the user's file."""
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
-    mine = find_model("flexgen/mine-4bit")
-    limits = MemoryLimits(cpu=5, disk=2 << 30)
+    return lambda **models: (tmp_path / "models.yaml").write_text(yaml.safe_dump(models))
+
+
+def test_names_of_the_users_own_file(own_models):
+    limits = {"cpu": 5, "disk": "2GiB"}
+    own_models(mine={"path": "opt-125m", "schedule": "row", "limits": limits, "device": None}, other="opt-350m")
+    mine, limits = find_model("flexgen/mine-4bit"), MemoryLimits(cpu=5, disk=2 << 30)
     assert (mine.path, mine.config) == ("opt-125m", EngineConfig(precision="4bit", schedule="row", limits=limits))
     assert find_model("flexgen/other").path == "opt-350m"
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"mine": {"path": "opt-125m", "polcy": "row"}}))
+    own_models(mine={"path": "opt-125m", "polcy": "row"})
     with pytest.raises(UsageError, match="unknown argument 'polcy'; known are path, revision, precision"):
         find_model("flexgen/mine")
 
@@ -114,16 +112,14 @@ def test_flags_of_the_command_line_go_first():
     assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cpu"
 
 
-def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(tiny, tmp_path, monkeypatch):
+def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(tiny, tmp_path, own_models):
     (tmp_path / "mine").mkdir()
     shutil.copy(tiny("llama").path / "config.json", tmp_path / "mine")
-    own = {"empty": "mine", "made-up": {"path": "mine", "weights": "dummy"}, "whole": str(tiny("llama").path)}
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(own))
-    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
+    own_models(empty="mine", made_up={"path": "mine", "weights": "dummy"}, whole=str(tiny("llama").path))
     with pytest.raises(CheckpointError, match="mine has no weights: neither model.safetensors nor"):
         get_model_deployment("flexgen/empty")
-    assert get_model_deployment("flexgen/made-up").max_sequence_length
-    assert get_model_deployment("flexgen/whole").max_sequence_length
+    for name in ("made_up", "whole"):
+        assert get_model_deployment(f"flexgen/{name}").max_sequence_length
 
 
 def test_a_path_is_answered_with_lines_that_name_it(tiny):
@@ -141,24 +137,25 @@ def clean_registry(monkeypatch):
 
 
 def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry, tmp_path):
+    def entry(name, class_name=CLIENT, more=(), **args):
+        return {"name": f"lab/{name}", "client_spec": {"class_name": class_name, "args": args}, **dict(more)}
+
     entries = [
-        {"name": "lab/mine", "client_spec": {"class_name": CLIENT, "args": {"path": "opt-125m", "device": "cpu"}}},
-        {"name": "lab/gone", "client_spec": {"class_name": CLIENT, "args": {"path": "./nowhere"}}},
-        {"name": "lab/foreign", "client_spec": {"class_name": "helm.clients.simple_client.SimpleClient"}},
-        {"name": "lab/set", "client_spec": {"class_name": CLIENT, "args": {"path": "opt-350m"}},
-         "max_sequence_length": 7},
-    ]  # fmt: skip
+        entry("mine", path="opt-125m", device="cpu"),
+        entry("gone", path="./nowhere"),
+        entry("foreign", "helm.clients.simple_client.SimpleClient"),
+        entry("set", more={"max_sequence_length": 7}, path="opt-350m"),
+    ]
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": entries}))
     register_configs_from_directory(str(tmp_path))
     registration.complete_file_deployments()
-    mine = get_model_deployment("lab/mine")
+    mine, model = get_model_deployment("lab/mine"), registration.model_of("lab/mine")
     assert (mine.max_request_length, mine.tokenizer_name) == (2049, "flexgen/lab--mine")
-    assert registration.model_of("lab/mine") == registration.model_of_tokenizer("flexgen/lab--mine")
-    model = registration.model_of("lab/mine")
-    assert model is not None and (model.path, model.config.device) == ("opt-125m", "cpu")
-    assert get_model_deployment("lab/gone").max_sequence_length is None
+    assert (model.path, model.config.device) == ("opt-125m", "cpu")
+    assert model == registration.model_of_tokenizer("flexgen/lab--mine")
     assert registration.model_of("lab/foreign") is None
-    assert get_model_deployment("lab/set").max_sequence_length == 7
+    lengths = [get_model_deployment(f"lab/{name}").max_sequence_length for name in ("gone", "set")]
+    assert lengths == [None, 7]
 
 
 AFTER_FILES = """
@@ -179,15 +176,13 @@ print(json.dumps([[get_model_deployment(name).max_request_length, get_tokenizer_
 """
 
 
-def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_path, monkeypatch):
+def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_path, own_models):
     """A name of the user's file comes to mean another model; each look is a process of HELM's, in the same folder."""
     first = tiny("llama").path
     second = shutil.copytree(first, tmp_path / "second")
-    for name, changes in (("config.json", {"max_position_embeddings": 48, "num_hidden_layers": 2}),
-                          ("tokenizer_config.json", {"eos_token": "<|pad|>"})):  # fmt: skip
-        content = json.loads((first / name).read_text())
-        (second / name).write_text(json.dumps({**content, **changes}))
-    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
+    edit_config(second, max_position_embeddings=48, num_hidden_layers=2)
+    tokenizer = json.loads((first / "tokenizer_config.json").read_text())
+    (second / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": "<|pad|>"}))
     theirs = (
         "# mine\nmodel_deployments:\n- name: flexgen/own # keep\n  client_spec:\n    class_name: " + CLIENT + "\n"
         "  max_sequence_length: 30\n"
@@ -196,54 +191,55 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_pa
     file.parent.mkdir()
     file.write_text(theirs)
 
+    def files():
+        return {path.name: path.read_text() for path in file.parent.iterdir()}
+
     def look(path):
-        (tmp_path / "models.yaml").write_text(yaml.safe_dump({"m": str(path), "own": str(path)}))
-        done = subprocess.run([*python("plan"), "-c", AFTER_FILES, "flexgen/m", "flexgen/own"], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        own_models(m=str(path), own=str(path))
+        command = [*python("plan"), "-c", AFTER_FILES, "flexgen/m", "flexgen/own"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert file.read_text().startswith(theirs)
-        return json.loads(done.stdout.splitlines()[-1])
+        (length, end, parameters), own = json.loads(done.stdout.splitlines()[-1])
+        assert own[:2] == [31, end]
+        return length, end, parameters
 
-    (length, end, parameters), own = look(first)
-    assert (length, end, own[:2]) == (97, "<|endoftext|>", [31, "<|endoftext|>"])
-    written = {path.name: path.read_bytes() for path in file.parent.iterdir()}
-    assert look(first)[0] == [length, end, parameters]
-    assert {path.name: path.read_bytes() for path in file.parent.iterdir()} == written
-    (length, end, fewer), own = look(second)
-    assert (length, end, own[:2]) == (49, "<|pad|>", [31, "<|pad|>"])
-    assert fewer < parameters
-    says = {path.name: yaml.safe_load(path.read_text()) for path in file.parent.iterdir()}
+    (length, end, parameters) = look(first)
+    assert (length, end) == (97, "<|endoftext|>")
+    written = files()
+    assert look(first) == (length, end, parameters) and files() == written
+    length, end, fewer = look(second)
+    assert (length, end) == (49, "<|pad|>") and fewer < parameters
+    says = {name: yaml.safe_load(text) for name, text in files().items()}
     assert [e["max_sequence_length"] for e in says["model_deployments.yaml"]["model_deployments"]] == [30, 48]
     assert [e["end_of_text_token"] for e in says["tokenizer_configs.yaml"]["tokenizer_configs"]] == ["<|pad|>"] * 2
     assert says["model_metadata.yaml"]["models"][0]["num_parameters"] == fewer
     # What the user completes by hand is the user's.
     changed = file.read_text().replace("max_request_length: 49", "max_request_length: 40")
     file.write_text(changed)
-    assert look(first)[0][0] == 40
+    assert look(first)[0] == 40
     assert file.read_text() == changed
 
 
-@pytest.mark.parametrize("content", [b"- a\n", b"{", b"# caf\xe9\n"])
-def test_a_file_that_helm_could_not_read_is_left_alone(tmp_path, content):
+@pytest.mark.parametrize(
+    "content, begins, names",
+    [
+        (b"- a\n", b"- a\n", None),  # HELM could not read these three, which are left alone
+        (b"{", b"{", None),
+        (b"# caf\xe9\n", b"# caf\xe9\n", None),
+        (b"# my own notes\n", b"# my own notes\n", ["flexgen/opt-125m"]),
+        (b"model_deployments: [{name: a}]\n", b"", ["a", "flexgen/opt-125m"]),
+    ],
+)
+def test_a_users_file_keeps_what_it_has(tmp_path, content, begins, names):
     path = tmp_path / "model_deployments.yaml"
     path.write_bytes(content)
-    deployment_files._merge_file(path, "model_deployments", [{"name": "flexgen/x"}])
-    assert path.read_bytes() == content
-
-
-def test_notes_in_a_file_without_entries_stay(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("# my own notes\n")
-    deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
-    assert path.read_text().startswith("# my own notes\n")
-    assert yaml.safe_load(path.read_text()) == {"model_deployments": [{"name": "b"}]}
-
-
-def test_flow_style_is_merged_too(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("model_deployments: [{name: a}]\n")
-    deployment_files._merge_file(path, "model_deployments", [{"name": "b"}])
-    assert yaml.safe_load(path.read_text()) == {"model_deployments": [{"name": "a"}, {"name": "b"}]}
+    deployment_files.merge(tmp_path, ["flexgen/opt-125m"])
+    assert path.read_bytes().startswith(begins)
+    if names is None:
+        assert path.read_bytes() == content
+    else:
+        assert [entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]] == names
 
 
 IMPORTS = """

@@ -9,7 +9,7 @@ from helm.common.cache import BlackHoleCacheConfig
 from helm.common.request import Request
 from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
 from helm.proxy.retry import NonRetriableException
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
@@ -17,6 +17,7 @@ from flexgen_helm.plugin.convert import to_generation_request, to_helm_request
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
 from tests.helpers.fake_engine import FakeTokenizer, fake_context
+from tests.helpers.tokenizers_by_family import FAMILIES
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -29,72 +30,40 @@ TEXTS = [
     "",
     "don't 'quote'  twice",
 ]
-CORPUS = ["Is 24 even or odd? Answer: Even", "naïve café", "leading and trailing space, tabs and newlines"] * 20
 
 
-def byte_level():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    return tokenizer
-
-
-def sentencepiece():
-    """As Llama 2's: a space before the text, unknown characters as bytes."""
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"abcdefghijklmnopqrstuvwxyzIAE?:'"]
-    pieces += ["▁e", "▁o"]
-    merges = [("▁", "e"), ("▁", "o")]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module", params=[byte_level, sentencepiece])
+@pytest.fixture(scope="module", params=["gpt2", "phi3"])
 def pair(request, tmp_path_factory):
     """Ours and HELM's, of one folder."""
-    from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
-
-    folder = tmp_path_factory.mktemp(request.param.__name__)
-    backend = request.param()
-    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    backend.save(str(folder / "tokenizer.json"))
+    folder = FAMILIES[request.param].write(tmp_path_factory.mktemp("tokenizer") / "model")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    previous = set_context(PluginContext())
+    previous, model = set_context(PluginContext()), ModelArguments(NAME, str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        model = ModelArguments(NAME, str(folder))
         patch.setattr(get_context(), "find_model", lambda name, arguments=None: model)
-        ours = FlexgenTokenizer(NAME)
-        theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param.__name__}", str(folder))
-        yield request.param.__name__, ours, theirs, get_context().models.encoder(model)
+        theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param}", str(folder))
+        yield request.param, FlexgenTokenizer(NAME), theirs, get_context().models.encoder(model)
     set_context(previous)
-
-
-def _tokens(tokenizer, text, name, **options):
-    return tokenizer.tokenize(TokenizationRequest(text, name, **options)).raw_tokens
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_same_ids_and_texts_as_helm(pair, text):
-    kind, ours, theirs, _ = pair
-    name = f"{NAME}-{kind}"
-    ids = _tokens(ours, text, NAME, encode=True)
-    assert ids == _tokens(theirs, text, name, encode=True)
-    assert all(type(value) is int for value in ids)
-    for length in (0, 1, 5):
-        short = _tokens(ours, text, NAME, encode=True, truncation=True, max_length=length)
-        assert short == _tokens(theirs, text, name, encode=True, truncation=True, max_length=length)
-        assert ours.decode(DecodeRequest(short, NAME)).text == theirs.decode(DecodeRequest(short, name)).text
-    assert ours.decode(DecodeRequest(ids, NAME)).text == theirs.decode(DecodeRequest(ids, name)).text
-    strings, helms = _tokens(ours, text, NAME), _tokens(theirs, text, name)
-    assert len(strings) == len(helms) == len(ids)
-    if kind == "byte_level":  # there HELM's own spelling is right but for tokens that are no whole character
+    kind, *both, _ = pair
+
+    def tokens(**options):
+        names = (NAME, f"{NAME}-{kind}")
+        return [one.tokenize(TokenizationRequest(text, n, **options)).raw_tokens for one, n in zip(both, names)]
+
+    ids = tokens(encode=True)
+    assert ids[0] == ids[1] and all(type(value) is int for value in ids[0])
+    for length in (0, 1, 5, 10**6):
+        short = tokens(encode=True, truncation=True, max_length=length)
+        assert short[0] == short[1]
+        decoded = [one.decode(DecodeRequest(short[0], f"{NAME}-{kind}")).text for one in both]
+        assert decoded[0] == decoded[1]
+    strings, helms = tokens()
+    assert len(strings) == len(helms) == len(ids[0])
+    if kind == "gpt2":  # there HELM's own spelling is right but for tokens that are no whole character
         assert [s for s, h in zip(strings, helms) if h not in (s, "�") and "�" not in h] == []
         assert all(s.startswith("bytes:\\x") for s, h in zip(strings, helms) if "�" in h)
 
@@ -102,7 +71,7 @@ def test_same_ids_and_texts_as_helm(pair, text):
 def test_text_that_is_no_unicode_is_refused_and_not_retried(pair):
     _, ours, _, encoder = pair
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
-        _tokens(ours, "\ud800", NAME)
+        ours.tokenize(TokenizationRequest("\ud800", NAME))
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         to_generation_request(Request(prompt="\ud800"), encoder, 4096)
 
