@@ -16,7 +16,6 @@ from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.gguf_checkpoint import _logical_tensor
-from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
@@ -270,16 +269,6 @@ def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model):
     shapes = tensor_shapes(read.config)
     for name in (*(name for name in shapes if name.startswith("layers.29.")), "head.norm.weight"):
         assert tuple(read.tensor(name).shape) == shapes[name]
-
-
-@pytest.mark.slow
-def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
-    expected = {
-        t.name: (t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
-        for t in gguf.GGUFReader(wheel_model).tensors
-    }
-    tensors = read_gguf_header(wheel_model).tensors
-    assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "IQ2_XS", "IQ1_S", "TQ1_0", "BF16"])

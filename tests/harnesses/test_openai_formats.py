@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from flexgen_helm.errors import ContextLengthError, NumericalError, RequestError
 from flexgen_helm.harnesses.openai_formats import (
@@ -21,6 +22,7 @@ from flexgen_helm.service.service import KeyedRequest
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import add_template
+from tests.helpers.paths import ROOT
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the quick"}]
@@ -181,49 +183,15 @@ def test_values_by_which_clients_say_none_are_none(tokenizer):
     assert requests(tokenizer, CHAT, {"messages": [MESSAGES[0] | neutral]}) == plain
 
 
-REFUSED = [
-    *(
-        (TEXT, {"prompt": "x", **body}, why)
-        for body, why in [
-            ({"prompt": None}, "prompt is None"),
-            ({"prompt": []}, "prompt is []"),
-            ({"prompt": [True]}, "prompt is"),
-            ({"prompt": ["x"] * 10_001}, "up to 10,000"),
-            ({"max_tokenz": 1}, "by /v1/completions; did you mean max_tokens? known are model"),
-            ({"\ud800": 1}, "'\\ud800' is not supported"),
-            ({"n": 10**30}, "n is 1000"),
-            ({"n": True}, "n is True"),
-            ({"max_tokens": "4"}, "max_tokens is '4'"),
-            ({"max_tokens": -2}, "max_tokens is -2"),
-            ({"min_tokens": False}, "min_tokens is False"),
-            ({"temperature": math.nan}, "temperature is nan"),
-            ({"top_p": 1.5}, "top_p is 1.5"),
-            ({"seed": 2**64}, "seed is"),
-            ({"stop": [""]}, "stop is"),
-            ({"stream": "yes"}, "stream is"),
-            ({"stream_options": {"a": True}}, "stream_options"),
-            ({"echo": 1}, "echo is 1"),
-            ({"logprobs": True}, "logprobs is True"),
-            ({"best_of": 3}, "best_of is 3"),
-            ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
-            ({"chat_template": "{{ 1 }}"}, "'chat_template' is not supported"),
-        ]
-    ),
-    *(
-        (CHAT, {"messages": MESSAGES, **body}, why)
-        for body, why in [
-            ({"prompt": "x"}, "'prompt' is not supported by /v1/chat/completions"),
-            ({"messages": []}, "messages is []"),
-            ({"messages": [{"role": "user"}]}, "messages.0 has no content"),
-            ({"messages": [{**MESSAGES[0], "tool_calls": [{}]}]}, "messages.0 has 'tool_calls'"),
-            ({"messages": [{**MESSAGES[0], "type": "image"}]}, "messages.0 has 'type'"),
-            ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
-            ({"top_logprobs": 1}, "top_logprobs needs logprobs"),
-            ({"tools": [{}]}, "tools is"),
-        ]
-    ),
-    ("/v1/embeddings", {}, "url is '/v1/embeddings'"),
+BASE = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}}
+WRITTEN = yaml.safe_load((ROOT / "tests" / "data" / "openai_refused.yaml").read_text())
+REFUSED = [(url, BASE[url] | body, why) for url, rows in WRITTEN.items() for body, why in rows]
+REFUSED += [
+    (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
+    (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),
+    (TEXT, {"prompt": "x", "temperature": math.nan}, "temperature is nan"),
     (TEXT, [], "body is []"),
+    ("/v1/embeddings", {}, "url is '/v1/embeddings'"),
 ]
 
 

@@ -34,14 +34,6 @@ def test_an_order_is_of_entry_and_seed_alone():
     assert joining_shares("a", ids(9) * 3, 0) == joining_shares("a", ids(9), 0)
 
 
-def test_every_order_is_as_likely():
-    firsts = np.zeros((5, 5))
-    for seed in range(4000):
-        for rank, key in enumerate(order("a", ids(5), seed)):
-            firsts[rank, int(key[2:])] += 1
-    assert abs(firsts - 800).max() < 4 * np.sqrt(4000 * 0.2 * 0.8)
-
-
 def test_a_sample_has_the_same_share_of_each_split_and_at_least_one_instance():
     shares = joining_shares("a", [*ids(7, "valid"), *((f"t{n}", "test") for n in range(100))], 0)
     for share in possible_shares(100):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.tokenizers_by_family import FAMILIES, begin_with
+from tests.helpers.tokenizers_by_family import FAMILIES
 
 NAMES = list(FAMILIES)
 GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世界 👍<|endoftext|></s> <bos>", " Hello"]
@@ -221,17 +221,6 @@ def test_what_pipelines_change_or_drop_is_theirs(folders):
 
 
 # ---- files that are not all there ----
-
-
-def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path):
-    folder = FAMILIES["phi3"].write(tmp_path / "phi3")
-    assert FAMILIES["phi3"].config["add_bos_token"] is False
-    backend = FAMILIES["phi3"].backend()
-    backend.post_processor = begin_with("<s>", 1)
-    backend.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer.from_path(folder)
-    assert tokenizer is not None
-    assert tokenizer.encode("word")[0] == tokenizer.bos_id == 1
 
 
 def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path):

@@ -63,14 +63,6 @@ def test_any_bytes_decode_as_a_whole(pieces):
     assert len(kept.token_ids) == len(pieces)
 
 
-def test_a_character_over_three_tokens():
-    pieces = [b"\xf0\x9f", b"\x91", b"\x8d!"]
-    kept, _, _ = feed(pieces, ["!"])
-    assert kept == CompletionText("👍", (r"bytes:\xf0\x9f", r"bytes:\x91", r"bytes:\x8d"), (0, 1, 2))
-    kept, _, _ = feed(pieces, ["👍"])
-    assert kept == CompletionText("", (), ())
-
-
 def test_tokens_without_text_stay_in_front_of_the_stop_only():
     kept, _, _ = feed([b"", b"a", b"", b"b", b"", b"\n"], ["\n"])
     assert kept.token_ids == (0, 1, 2, 3)

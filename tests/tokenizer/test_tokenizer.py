@@ -65,18 +65,6 @@ def test_end_ids_come_from_every_configuration(folders, tmp_path):
     assert load(folder).eos_ids == {*load(folders["gpt2"]).eos_ids, 7, 8, 9}
 
 
-def test_truncation_and_padding_are_switched_off(folders, tmp_path):
-    folder = shutil.copytree(folders["gpt2"], tmp_path / "cut")
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    backend.enable_truncation(3)
-    backend.enable_padding(length=50, pad_id=0, pad_token="<|endoftext|>")
-    write(folder, "tokenizer.json", backend.to_str())
-    cut, want = load(folder), load(folders["gpt2"])
-    assert cut.encode(TEXT) == want.encode(TEXT)
-    assert cut.fingerprint == want.fingerprint
-    assert want.fingerprint != load(folders["llama2"]).fingerprint
-
-
 def test_chat_template(folders):
     ours, theirs = load(folders["llama2"]), AutoTokenizer.from_pretrained(folders["llama2"])
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
