@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from flexgen_helm import cli
@@ -175,7 +175,11 @@ def test_a_full_disk_is_known_before_anything_is_written(folder, tmp_path, monke
 @pytest.mark.parametrize("step", ["_write_shard", "write_synced", "_put_in_place"])
 @pytest.mark.parametrize(
     "error, code, said",
-    [(KeyboardInterrupt(), 130, ""), (OSError(errno.ENOSPC, "No space left on device", "f"), 2, "cannot be written")],
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(errno.ENOSPC, "No space left on device", "f"), 2, "cannot be written"),
+        (SafetensorError("I/O error: No space left on device"), 2, "cannot be written"),
+    ],
 )
 def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     folder, tmp_path, monkeypatch, step, error, code, said, capsys
