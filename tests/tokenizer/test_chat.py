@@ -82,18 +82,21 @@ def test_base_models_are_known_by_catalog_or_name(name, is_base):
 
 
 def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
-    with pytest.raises(UsageError, match="the tokenizer of acme has no chat template; leave --chat-template true out"):
-        decide(tokenizers["base"], True)
-    with pytest.raises(UsageError, match="chat template of acme cannot be used: .*System role.*leave the system prom"):
-        decide(tokenizers["without system role"], system_prompt="Be brief.")
-    with pytest.raises(UsageError, match="leaves the system prompt out; take --chat-template false"):
-        decide(Template(lambda messages: messages[-1]["content"]), system_prompt="Be brief.")
-    broken = Tokenizer(tokenizers["instruct"]._backend, chat_template="{{ messages[7].content.nothing }}")
-    for choice in ("auto", True):
-        with pytest.raises(UsageError, match="chat template of acme cannot be used.*--chat-template false"):
-            decide(broken, choice)
+    system = {"system_prompt": "Be brief."}
+    leaves_out = Template(lambda messages: messages[-1]["content"])
+    broken = replace_template(tokenizers["instruct"], "{{ messages[7].content.nothing }}")
+    unusable = "chat template of acme cannot be used.*--chat-template false"
+    for tokenizer, choice, options, message in (
+        (tokenizers["base"], True, {}, "tokenizer of acme has no chat template; leave --chat-template true out"),
+        (tokenizers["without system role"], "auto", system, "cannot be used: .*System role.*leave the system prom"),
+        (leaves_out, "auto", system, "leaves the system prompt out; take --chat-template false"),
+        (broken, "auto", {}, unusable),
+        (broken, True, {}, unusable),
+    ):
+        with pytest.raises(UsageError, match=message):
+            decide(tokenizer, choice, **options)
     assert not decide(broken, False).applied  # tried only where it is needed
-    assert not decide(tokenizers["without system role"], False, system_prompt="Be brief.").applied
+    assert not decide(tokenizers["without system role"], False, **system).applied
 
 
 # Rendering
@@ -117,16 +120,16 @@ def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers):
     assert decided.render_messages([system_turn, user]) == plain.render_messages([system_turn, user])
 
 
+PARTS = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+
+
 def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    message = {"role": "user", "content": parts}
     for name in ("instruct", "thinking", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
-        assert decided.render_messages([message]) == decided.render_prompt("one\ntwo")
+        assert decided.render_messages([PARTS]) == decided.render_prompt("one\ntwo")
     seen = []
-    knowing = Template(lambda messages: seen.append(messages) or "Hello, the same")
-    decide(knowing).render_messages([message])
-    assert seen[-1] == [message]  # handed on as it is
+    decide(Template(lambda messages: seen.append(messages) or "Hello, the same")).render_messages([PARTS])
+    assert seen[-1] == [PARTS]  # handed on as it is
 
 
 def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
@@ -135,10 +138,8 @@ def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
         {%- endfor %}{% endfor %}[assistant]{% if '</think>' %}<think>{% endif %}"""
     chat = decide(replace_template(tokenizers["instruct"], template), system_prompt="Be brief.")
     assert chat.render_prompt("one") == "[system]Be brief.[user]one[assistant]<think>"
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert chat.render_messages([{"role": "user", "content": parts}]).endswith("[user]onetwo[assistant]<think>")
-    thinking = chat.thinking(chat.render_prompt("What is </think>?"))
-    assert thinking is not None and thinking.begins_inside
+    assert chat.render_messages([PARTS]).endswith("[user]onetwo[assistant]<think>")
+    assert chat.thinking(chat.render_prompt("What is </think>?")).begins_inside
     with pytest.raises(UsageError, match="leaves the prompt out; take --chat-template false"):
         decide(replace_template(tokenizers["instruct"], "{% for m in messages if m.content is none %}{% endfor %}"))
 
@@ -174,19 +175,19 @@ def test_only_generating_prompts_are_rendered(tokenizers):
     prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
     assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
     assert plain.render(prompt) is None
-    for request in (GenerationRequest(prompt="Hi", echo_logprobs=True), GenerationRequest(prompt="Hi", max_tokens=0),
-                  GenerationRequest(prompt_token_ids=[1])):  # fmt: skip
-        assert applied.render(request) is None
+    for fields in (
+        {"prompt": "Hi", "echo_logprobs": True},
+        {"prompt": "Hi", "max_tokens": 0},
+        {"prompt_token_ids": [1]},
+    ):
+        assert applied.render(GenerationRequest(**fields)) is None
 
 
 def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers):
-    auto = decide(tokenizers["instruct"])
-    assert auto.identity == decide(tokenizers["instruct"], True).identity
-    changed = [
-        decide(tokenizers["instruct"], system_prompt="Be brief."),
-        decide(tokenizers["instruct"], chat_template_kwargs={"a": 1}),
-        decide(tokenizers["thinking"]),
-    ]
+    instruct, thinking = tokenizers["instruct"], tokenizers["thinking"]
+    auto = decide(instruct)
+    assert auto.identity == decide(instruct, True).identity
+    changed = [decide(instruct, system_prompt="s"), decide(instruct, chat_template_kwargs={"a": 1}), decide(thinking)]
     assert len({chat.identity for chat in (auto, *changed)}) == 4
     record = auto.as_json()
     assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
@@ -196,15 +197,12 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
 def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers):
     thinks = decide(tokenizers["thinking"], thinking_budget=7)
     answers = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False})
+    itself = decide(replace_template(tokenizers["instruct"], f"{CHATML}{{# </think> #}}"))  # the model writes <think>
     end = tuple(tokenizers["thinking"].encode("\n</think>\n\n"))
     for text in ("Hi", "What is <think>?", "<think>", "</think>", "Hello"):
         assert thinks.thinking(thinks.render_prompt(text)) == ThinkingFormat(True, 7, end)
         assert answers.thinking(answers.render_prompt(text)) == ThinkingFormat(False, None, end)
-    itself = Tokenizer(tokenizers["instruct"]._backend, chat_template=f"{CHATML}{{# </think> #}}")
-    for text in ("Hi", "What is <think>?"):  # the model writes <think> itself, whatever the user speaks of
-        decided = decide(itself)
-        thinking = decided.thinking(decided.render_prompt(text))
-        assert thinking is not None and not thinking.begins_inside
+        assert not itself.thinking(itself.render_prompt(text)).begins_inside  # whatever the user speaks of
     plain = decide(tokenizers["instruct"])
     assert plain.thinking(plain.render_prompt("</think>")) is None
 
