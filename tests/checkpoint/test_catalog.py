@@ -268,7 +268,7 @@ def test_unusable_models_file_is_a_usage_error(models_file, content):
         ("flexgen/opt-1.3-4bit", "did you mean opt-1.3b-4bit, .*flexgen-helm models"),
         ("flexgen/zzzz", "hub repository.*config.json.*gguf.*FLEXGEN_HELM_MODELS.*helm models"),
         ("./absent.gguf", "no model file or folder"),
-        ("", ""),
+        ("", None),
     ],
 )
 def test_unknown_names_list_the_closest_and_the_ways(name, message):

@@ -199,7 +199,7 @@ CASES += [(arch, name, keys, {}) for arch in OF_EXPERTS_ARCHS for name, keys in 
 CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in OF_EXPERTS_ARCHS]
 
 
-@pytest.mark.parametrize(("arch", "name", "keys", "more"), CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
+@pytest.mark.parametrize("arch, name, keys, more", CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
 def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(tmp_path, arch, name, keys, more):
     found = ours(write(tmp_path / "m.gguf", arch, keys, more))
     assert (found is not None) == (arch in TAKEN_BY.get(name, ARCHS))

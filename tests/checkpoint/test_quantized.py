@@ -90,7 +90,7 @@ def fp8(*shape):
 
 
 @pytest.mark.parametrize(
-    ("name", "codes", "scales"),
+    "name, codes, scales",
     [
         ("weight_scale_inv", fp8(256, 384), drawn(1, 99, 2, 3).float() / 9000),
         ("weight_scale_inv", fp8(256, 384), drawn(100, 126, 2, 3)),
@@ -340,7 +340,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fmt", "part", "change", "message"), FAULTS)
+@pytest.mark.parametrize("fmt, part, change, message", FAULTS)
 def test_a_fault_is_named_at_the_latest_when_its_tensor_is_read(plain, tmp_path, fmt, part, change, message):
     folder = tmp_path / "model"
     quantize(plain, folder, fmt)
@@ -402,7 +402,7 @@ def test_zero_points_that_are_not_symmetric_are_refused_where_they_should_be(tmp
 
 
 @pytest.mark.parametrize(
-    ("desc_act", "g_idx", "message"),
+    "desc_act, g_idx, message",
     [
         (False, [0] * IN, None),
         (False, None, None),

@@ -171,7 +171,7 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("most", "dtype", "factor", "lost"),
+    "most, dtype, factor, lost",
     [
         (FLOAT32, FLOAT32, 1e-7, True),
         (FLOAT32, FLOAT32, 1e-25, True),  # whose squares float32 does not have

@@ -355,7 +355,7 @@ BOTH = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": Tr
 CASES += [("gpt2", "BOS and EOS", {"tokenizer.ggml.pre": "gpt-2", **BOTH})]
 
 
-@pytest.mark.parametrize(("model", "name", "keys"), CASES, ids=[f"{model}-{name}" for model, name, _ in CASES])
+@pytest.mark.parametrize("model, name, keys", CASES, ids=[f"{model}-{name}" for model, name, _ in CASES])
 def test_token_ids_are_llama_cpps(tmp_path, model, name, keys):
     content = {**vocabulary("gpt2" if model == "gpt2" else "llama"), **keys}
     path = write(tmp_path / "m.gguf", content, "Phi-3 mini" if model == "phi3" else "drawn")
@@ -374,7 +374,7 @@ KEY_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "key"), KEY_CASES)
+@pytest.mark.parametrize("model, key", KEY_CASES)
 def test_every_key_of_llama_cpp_is_read_or_irrelevant_or_refused(tmp_path, model, key):
     content = vocabulary(model)
     plain = load(write(tmp_path / "plain.gguf", content))

@@ -141,7 +141,7 @@ def test_drawn_settings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("decoder", "falls_back", "expected"),
+    "decoder, falls_back, expected",
     [
         (decoders.Metaspace(), False, b"<0x41>"),
         (decoders.Metaspace(), True, b"A"),
