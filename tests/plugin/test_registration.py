@@ -30,14 +30,14 @@ from tests.helpers.paths import ROOT
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 
-def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path, monkeypatch):
-    write = deployment_files.replace_text
+def test_two_runs_that_start_at_once_keep_each_others_entries(tiny, tmp_path, monkeypatch, own_models):
+    write, names = deployment_files.replace_text, [f"m{i}" for i in range(8)]
+    own_models(**dict.fromkeys(names, str(tiny("llama").path)))
     monkeypatch.setattr(deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given)))
-    names = ["flexgen/opt-125m", "flexgen/opt-350m", "flexgen/opt-1.3b", "flexgen/opt-2.7b", "flexgen/opt-6.7b"]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: deployment_files.merge(tmp_path, [name]), names))
+        list(pool.map(lambda name: deployment_files.merge(tmp_path, [f"flexgen/{name}"]), names))
     written = yaml.safe_load((tmp_path / "model_deployments.yaml").read_text())["model_deployments"]
-    assert {entry["name"] for entry in written} == {*names}
+    assert sorted(entry["name"] for entry in written) == [f"flexgen/{name}" for name in names]
 
 
 def test_a_catalog_name():
@@ -227,14 +227,15 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_pa
         (b"- a\n", b"- a\n", None),  # HELM could not read these three, which are left alone
         (b"{", b"{", None),
         (b"# caf\xe9\n", b"# caf\xe9\n", None),
-        (b"# my own notes\n", b"# my own notes\n", ["flexgen/opt-125m"]),
-        (b"model_deployments: [{name: a}]\n", b"", ["a", "flexgen/opt-125m"]),
+        (b"# my own notes\n", b"# my own notes\n", ["flexgen/own"]),
+        (b"model_deployments: [{name: a}]\n", b"", ["a", "flexgen/own"]),
     ],
 )
-def test_a_users_file_keeps_what_it_has(tmp_path, content, begins, names):
+def test_a_users_file_keeps_what_it_has(tiny, tmp_path, own_models, content, begins, names):
+    own_models(own=str(tiny("llama").path))
     path = tmp_path / "model_deployments.yaml"
     path.write_bytes(content)
-    deployment_files.merge(tmp_path, ["flexgen/opt-125m"])
+    deployment_files.merge(tmp_path, ["flexgen/own"])
     assert path.read_bytes().startswith(begins)
     if names is None:
         assert path.read_bytes() == content
