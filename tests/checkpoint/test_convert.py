@@ -435,7 +435,7 @@ def but_one(content):
         (MANIFEST, b'{"format": "flexgen_helm conversion 2"}'),
     ],
 )
-def test_a_damaged_conversion_is_refused(folder, name, change):
+def test_damage_is_refused_when_opening(folder, name, change):
     done = convert(folder).path
     is_whole = isinstance(change, bytes)
     (done / name).write_bytes(change if is_whole else change((done / name).read_bytes()))

@@ -243,7 +243,7 @@ def sentinel(folder):
     return ran
 
 
-def test_code_that_a_folder_names_is_never_run(folder, tmp_path, monkeypatch):
+def test_code_named_by_the_config_is_never_run(folder):
     ran = sentinel(folder)
     open_checkpoint(folder).verify()
     edit_config(folder, architectures=["Phi3ForCausalLM"], model_type="phi3")  # as Microsoft publishes it
@@ -252,16 +252,20 @@ def test_code_that_a_folder_names_is_never_run(folder, tmp_path, monkeypatch):
     with pytest.raises(UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run") as caught:
         open_checkpoint(folder)
     assert caught.value.exit_code == 2 and not ran.exists()
-    # The trap is one: `transformers` runs it when told to.
+
+
+def test_the_code_would_run_where_it_is_trusted(folder, tmp_path, monkeypatch):
+    """The trap of the test above is one: `transformers` runs it when told to."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    ran = sentinel(folder)
     with pytest.raises(Exception):  # noqa: B017 - what follows the import does not matter
         transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert ran.exists()
 
 
-def test_damage_that_no_hash_tells_makes_another_model(folder):
-    """A plain folder has nothing to compare with."""
+def test_damage_that_no_hash_tells_is_found_only_where_it_is_not_finite(folder):
+    """A plain folder has nothing to compare with; its fingerprint says that it is another model."""
     before = open_checkpoint(folder).fingerprint
     content = bytearray((folder / FILE).read_bytes())
     content[-4] ^= 1

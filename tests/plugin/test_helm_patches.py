@@ -118,9 +118,15 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(engines, tmp_pat
     for name in FILES:
         json.loads((folder / name).read_text())
     assert not list(folder.glob(".*"))
-    # The inverse: HELM's own writer leaves the old last file in place.
-    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")
-    assert bench._is_run_completed(str(folder))
+
+
+def test_without_the_patch_such_a_run_looks_complete(engines, tmp_path):
+    """The inverse: HELM's own writer leaves the old last file in place."""
+    bench, spec = runner(tmp_path), run_spec()
+    folder = bench._get_run_path(spec)
+    bench.run_one(spec)
+    helm_runner.write.__wrapped__(f"{folder}/run_spec.json", "{}")
+    assert bench._is_run_completed(folder)
 
 
 @pytest.mark.parametrize("is_dry", [False, True])
