@@ -67,18 +67,15 @@ def test_the_decision_and_its_reason(tokenizers, name, choice, is_base, applied,
     assert (decided.applied, decided.reason) == (applied, reason)
 
 
-@pytest.mark.parametrize(
-    "name, is_base",
-    [
-        ("smollm2-135m", True), ("smollm2-135m-instruct-q4_1", False), ("qwen3-8b-base-4bit", True),
-        ("gemma-3-1b-pt-no-template", True), ("Qwen/Qwen3-8B", False), ("Qwen/Qwen2.5-7B", True),
-        ("Qwen/Qwen2.5-7B-Instruct-1M", False), ("Qwen/Qwen1.5-0.5B-Chat", False), ("Qwen--QwQ-32B", False),
-        ("HuggingFaceTB/SmolLM3-3B", False), ("HuggingFaceTB/SmolLM3-3B-Base", True), ("chat-lab/model-pt", True),
-        ("acme/unknown", False),
-    ],
-)  # fmt: skip
-def test_base_models_are_known_by_catalog_or_name(name, is_base):
-    assert resolve(name).is_base == is_base
+BASE = """smollm2-135m qwen3-8b-base-4bit gemma-3-1b-pt-no-template Qwen/Qwen2.5-7B HuggingFaceTB/SmolLM3-3B-Base
+    chat-lab/model-pt"""
+INSTRUCT = """smollm2-135m-instruct-q4_1 Qwen/Qwen3-8B Qwen/Qwen2.5-7B-Instruct-1M Qwen/Qwen1.5-0.5B-Chat Qwen--QwQ-32B
+    HuggingFaceTB/SmolLM3-3B acme/unknown"""
+
+
+@pytest.mark.parametrize("names, is_base", [(BASE, True), (INSTRUCT, False)])
+def test_base_models_are_known_by_catalog_or_name(names, is_base):
+    assert {name: resolve(name).is_base for name in names.split()} == dict.fromkeys(names.split(), is_base)
 
 
 def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):

@@ -71,6 +71,10 @@ UNREAD = ("tokenizer.ggml.added_tokens", "tokenizer.ggml.strange", "tokenizer.st
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
+def ggml(**keys):
+    return {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+
+
 @cache
 def learn(model):
     """Pieces and merges of a tokenizer that was shown no word borders: only a split keeps digits apart."""
@@ -321,9 +325,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("model, changes, message", REFUSED)
 def test_what_is_unknown_or_does_not_fit_together_is_refused(tmp_path, model, changes, message):
-    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=message):
-        load(write(tmp_path / "m.gguf", {**vocabulary(model), **changes}))
+        load(write(tmp_path / "m.gguf", vocabulary(model) | ggml(**changes)))
 
 
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
@@ -336,23 +339,19 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path):
 
 LLAMA_CASES = {
     "plain": {},
-    "no prefix": {"tokenizer.ggml.add_space_prefix": False},
-    "BOS and EOS": {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True},
-    "other ids": {
-        "tokenizer.ggml.bos_token_id": 5,
-        "tokenizer.ggml.eos_token_id": 4,
-        "tokenizer.ggml.add_eos_token": True,
-    },
+    "no prefix": {"add_space_prefix": False},
+    "BOS and EOS": {"add_bos_token": False, "add_eos_token": True},
+    "other ids": {"bos_token_id": 5, "eos_token_id": 4, "add_eos_token": True},
 }
-CASES = [("llama", name, keys) for name, keys in LLAMA_CASES.items()]
-CASES += [("phi3", "plain", {}), ("phi3", "no BOS", {"tokenizer.ggml.add_bos_token": False})]
+CASES = [("llama", name, ggml(**keys)) for name, keys in LLAMA_CASES.items()]
+CASES += [("phi3", "plain", {}), ("phi3", "no BOS", ggml(add_bos_token=False))]
 PRE = (
     "gpt-2", "phi-2", "olmo", "smollm", "starcoder", "refact", "llama-bpe", "llama3", "llama-v3", "qwen2",
     "deepseek-r1-qwen",
 )  # fmt: skip
-CASES += [("gpt2", pre, {"tokenizer.ggml.pre": pre}) for pre in PRE]
-BOTH = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
-CASES += [("gpt2", "BOS and EOS", {"tokenizer.ggml.pre": "gpt-2", **BOTH})]
+CASES += [("gpt2", pre, ggml(pre=pre)) for pre in PRE]
+BOTH = ggml(add_bos_token=True, add_eos_token=True)
+CASES += [("gpt2", "BOS and EOS", ggml(pre="gpt-2") | BOTH)]
 
 
 @pytest.mark.parametrize("model, name, keys", CASES, ids=[f"{model}-{name}" for model, name, _ in CASES])
