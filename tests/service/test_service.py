@@ -120,20 +120,11 @@ def test_blocks_on_hold_run_together(bench):
     second.close()
 
 
-def test_settings_of_prompts_share_the_engine_and_its_responses(bench):
-    plain, chat, other = (
-        ModelArguments(name, "m", options=options)
-        for name, options in (
-            ("m", {"device": "cpu"}),
-            ("m-with-template", {"device": "cpu", "apply_chat_template": True}),
-            ("m", {"device": "cuda"}),
-        )
-    )
-    # A score is of the same text under both settings, and computed once.
-    bench.compute((plain, "a"), (chat, "<user>a"), (chat, "b"), (plain, "b"), (other, "c"))
-    assert bench.blocks == [3, 1]
-    assert bench.service.loaded(plain) is bench.service.loaded(chat) is not None
-    assert bench.service.loaded(chat) is not bench.service.loaded(other)
+def test_other_options_are_another_engine(bench):
+    plain, other = (ModelArguments("m", "m", options={"device": device}) for device in ("cpu", "cuda"))
+    bench.compute((plain, "a"), (other, "b"))
+    assert bench.blocks == [1, 1]
+    assert bench.service.loaded(plain) is not bench.service.loaded(other)
 
 
 def test_models_take_turns_and_one_is_in_memory(bench):
