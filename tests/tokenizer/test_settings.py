@@ -153,12 +153,3 @@ def test_a_byte_is_spelt_only_where_bytes_stand_in(decoder, falls_back, expected
     backend = Backend(models.BPE({"<0x41>": 0}, [], byte_fallback=falls_back))
     backend.decoder = decoder
     assert Tokenizer(backend).token_bytes(0) == expected
-
-
-def test_dropout_would_be_seen():
-    """The inverse: the library alone cuts a text in other ways each time."""
-    backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
-    backend.decoder = decoders.ByteLevel()
-    assert len({tuple(backend.encode("abababab").ids) for _ in range(50)}) > 1
-    tokenizer = Tokenizer(backend)
-    assert {tuple(tokenizer.encode("abababab")) for _ in range(50)} == {(2, 2, 2, 2)}
