@@ -205,6 +205,11 @@ bnb-nf4-nested           NF4 F32 32
 """.strip().splitlines()
 }
 EXPANDED = FORMATS.keys() - RESTS
+# Of whose scales and zero points config.json says too little for a plan.
+GUESSED = {
+    "int8-packed", "int4-packed-zero-points", "int4-packed-act-order", "int8-zero-points", "fp8-compressed",
+    "fp8-by-block", "fp8-by-cut-block", "fp8-by-tensor",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -221,7 +226,7 @@ def test_matrices_read_as_their_values_and_rest_as_published(plain, tmp_path, fm
         assert torch.equal(torch.cat(list(checkpoint.tiles(name))), expected.view(-1)), name
     planned = planned_precision(tmp_path / "model", "fp16").published.by_name
     sizes = [{name: f.packed_bytes(64, 192) for name, f in found.items()} for found in (planned, checkpoint.formats)]
-    assert sizes[0] == sizes[1], "a plan counts the bytes at rest"
+    assert (sizes[0] == sizes[1]) == (fmt not in GUESSED), "a plan counts the bytes at rest"
     if fmt in EXPANDED:
         assert not checkpoint.formats and ("act-order" in fmt or "cut" in fmt)
         ((in_files, in_16_bits),) = checkpoint.expanded.values()
