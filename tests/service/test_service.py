@@ -216,7 +216,7 @@ def test_nobody_waits_for_a_thread_that_has_died(bench, monkeypatch):
 
 
 def test_last_run_is_there_with_the_last_result(bench):
-    for i in range(20):
+    for i in range(8):
         bench.service.respond(MODEL, keyed(str(i)))
         loaded = bench.service.loaded(MODEL)
         assert (loaded.last_run["policy"], loaded.fingerprint) == ("fake", "fake-m")
