@@ -31,7 +31,7 @@ CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 
 def test_two_runs_that_start_at_once_keep_each_others_entries(tiny, tmp_path, monkeypatch, own_models):
-    write, names = deployment_files.replace_text, [f"m{i}" for i in range(8)]
+    write, names = deployment_files.replace_text, [f"m{i}" for i in range(5)]
     own_models(**dict.fromkeys(names, str(tiny("llama").path)))
     monkeypatch.setattr(deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given)))
     with ThreadPoolExecutor(8) as pool:
