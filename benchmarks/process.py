@@ -38,8 +38,8 @@ def run_killable(command: Sequence[str], log: Path, limit_s: float | None = None
     options: of `subprocess.Popen`.
     """
     with log.open("wb") as sink:
-        output = {"stdout": sink, "stderr": sink, "start_new_session": True}
-        with subprocess.Popen(command, **output, **options) as process:
+        options |= {"stdout": sink, "stderr": sink, "start_new_session": True}
+        with subprocess.Popen(command, **options) as process:
             try:
                 return process.wait(limit_s)
             except subprocess.TimeoutExpired:

@@ -194,7 +194,7 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
         problem, policy, _ = row_problem(main_line, hardware)
         costs = predict_row(main_line, hardware)
         if gpus > 1:
-            found = search(replace(problem, ranks=gpus), (ZIGZAG,))
+            found = search(replace(problem, ranks=int(gpus)), (ZIGZAG,))
             costs, policy = found.prediction, found.policy
         decoding = policy.block_size * (OUTPUT - 1) / costs.decode_s
         rates = {"generation tokens/s": costs.tokens_per_s, "decoding tokens/s": decoding}

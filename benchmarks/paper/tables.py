@@ -61,7 +61,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
         except (ValueError, KeyError, UsageError) as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
         # The table may say that memory ran out, or nothing.
-        measured = pd.to_numeric(line.get("tokens_per_s"), errors="coerce")
+        measured = pd.to_numeric(line.get("tokens_per_s", ""), errors="coerce")
         rows.append(
             {
                 **line,
