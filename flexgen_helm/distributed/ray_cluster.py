@@ -274,7 +274,7 @@ class RayWorkers:
         """Return what workers told (name, unit, report), after `timeout_s` seconds at the latest."""
         import ray
 
-        return ray.get(self._board.news.remote(timeout_s))  # type: ignore[no-any-return]
+        return ray.get(self._board.news.remote(timeout_s))
 
     def close(self) -> None:
         """End all workers, also what hangs: without the board they cannot go on."""
