@@ -163,7 +163,7 @@ class Command:
 _BATCH = ["batch", "in/in.jsonl", "-o", "out/out.jsonl", "--model", "tiny", "--offload-dir", "out/offload"]
 COMMANDS = {
     "run": Command(None, _suite, ()),
-    "batch": Command([*_BATCH, *OFFLOADED], _lines, (_model, _requests)),
+    "batch": Command([*_BATCH, *OFFLOADED, "--batch-invariant"], _lines, (_model, _requests)),
     "divergence": Command(
         ["divergence", "tiny", "--text", "in/text.txt", "--window", "40", "--json", "--offload-dir", "out/offload"],
         _printed(r"^\{.*^\}"),
@@ -297,7 +297,7 @@ def _sweep(count: int, seed: int, names: list[str]) -> None:
                 drawn = [f for f in command.faults(3, seed) if f.error in (*FULL, EMFILE) or f.kind == "mmap"]
                 for fault in drawn[:count]:
                     outcome, wrong = command.try_one(fault)
-                    end = wrong.partition(";")[0] or ("right result" if outcome.code == 0 else "one sentence")
+                    end = wrong.partition(":")[0] or ("right result" if outcome.code == 0 else "one sentence")
                     table[name, fault.kind, end] += 1
                     said = [line for line in outcome.output.splitlines() if line.startswith("flexgen-helm: ")]
                     print(f"{name}: {fault}: {end}: {said}", flush=True)
