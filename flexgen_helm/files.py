@@ -63,11 +63,12 @@ def require_writable(path: Path, name: str, remedy: str = "") -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors of the system name a file: those of open files name none, and those of temporary ones another."""
+    """Let errors of the system name a file: those of open files name none, temporary ones have its name in theirs."""
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        if error.filename is None or path.name in str(error.filename):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -43,8 +43,8 @@ _REMEDIES = {
     errno.ENOENT: "",
 }
 _ELSEWHERE = [*_REMEDIES][:4]
-# How libraries in Rust say it.
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+# How libraries in Rust and PyTorch say it.
+_OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
 
 
 def system_error(error: BaseException | None) -> OSError | None:
