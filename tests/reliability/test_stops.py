@@ -35,7 +35,7 @@ COMMANDS = {
 }  # fmt: skip
 DIVERGENCE = [
     "divergence", "tiny", "--text", "text", "--window", "40", "--by-layer", "--json", "--batch-invariant",
-    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload",
+    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload", "--unverified",
 ]  # fmt: skip
 
 
