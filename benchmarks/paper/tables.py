@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from flexgen_helm.benchmarks.common import script
 from flexgen_helm.benchmarks.paper.systems import (
     COMPRESSED,
     COMPRESSED_WEIGHTS,
@@ -21,7 +22,8 @@ from flexgen_helm.benchmarks.paper.systems import (
     with_torch_dequantization,
 )
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.console import output, print_table
+from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
@@ -77,16 +79,10 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
     return {"rows": rows, "summary": summarize(rows, spread_of(hardware))}
 
 
-def print_csv_evaluated(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
-    """Print the prediction for every row of a table, and the errors."""
-    result = evaluate_csv(path, hardware)
-    if as_json:
-        print_json(result)
-        return
+def main(file: Path, hardware: str = "t4") -> None:
+    """Print the prediction for every row of a table of throughputs, and the errors."""
+    result = evaluate_csv(file, profile_named(hardware))
     rows = pd.DataFrame(result["rows"])
-    if as_csv:
-        print_csv(rows.drop(columns="missing_bytes"))
-        return
     shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
     table = rows.reindex(columns=["system", "model"]).fillna("")
     table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
@@ -205,3 +201,7 @@ def _number(line: Mapping[str, str], name: str) -> float:
 def _switch(line: Mapping[str, str], name: str, default: bool) -> bool:
     text = line.get(name) or ""
     return default if not text else text not in ("0", "false", "False")
+
+
+if __name__ == "__main__":
+    script(main)

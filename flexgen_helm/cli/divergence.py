@@ -24,6 +24,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
+from flexgen_helm.terminal import table_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -244,7 +245,11 @@ def describe(found: Divergence, entry: str = "") -> str:
         spread("|log-probability|", found.logprob),
     ]
     if found.layers is not None:
-        from flexgen_helm.report.tables import layers_table, text
-
-        lines.append(text(layers_table(found), 80))
+        names = ["embedding", *(f"layer {number}" for number in range(1, len(found.layers)))]
+        largest = max(found.layers) or 1.0
+        rows = [
+            (name, f"{error:.6f}", "█" * round(20 * error / largest))
+            for name, error in zip(names, found.layers)
+        ]
+        lines.append(table_text(["after", "error", "of the largest"], rows, 80))
     return "\n".join(lines)

@@ -19,7 +19,6 @@ from flexgen_helm.cli.console import (
 )
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
-    CsvFlag,
     Hours,
     JsonFlag,
     OutFile,
@@ -29,7 +28,7 @@ from flexgen_helm.cli.engine_flags import (
     complete_model,
     to_arguments,
 )
-from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, profile_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
@@ -114,12 +113,7 @@ def plan(
     output_path: OutputPath = DEFAULT_OUTPUT,
     until: UntilTime = None,
     hours: Hours = None,
-    from_csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Instead: compare a table of measured throughputs with predictions."),
-    ] = None,
     as_json: JsonFlag = False,
-    as_csv: CsvFlag = False,
 ) -> None:
     """Predict how fast a model runs on a machine, and which policy makes it fastest.
 
@@ -138,17 +132,7 @@ def plan(
     lengths = [value is not None for value in (prompt_len, gen_len, num_seqs)]
     if not has_entries and any(value is not None for value in (max_eval_instances, suite, until, hours)):
         raise UsageError("-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY")
-    if from_csv is not None:
-        if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, has_entries)):
-            raise UsageError(
-                "--from-csv says for each row what to evaluate; leave out all but --hardware, --offload-dir, --json "
-                "and --csv"
-            )
-        from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
-
-        print_csv_evaluated(from_csv, profile_for(EngineConfig(**engine), hardware), as_json, as_csv)
-        return
-    asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
+    asked = Asked(engine, model or "", hardware, stages, as_json)
     if has_entries:
         from flexgen_helm.cli.plan_suite import AskedSuite, print_suite
 
@@ -163,9 +147,7 @@ def plan(
         print_suite(asked, AskedSuite(*given, output_path, suite), until, hours)
         return
     if model is None or prompt_len is None or gen_len is None:
-        raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
-    if as_csv:
-        raise UsageError("--csv is for tables; add -c or --from-csv, or take --json")
+        raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE")
     _check_search(asked.config, gen_len)
     problem = problem_for(asked, prompt_len, gen_len, num_seqs)
     from flexgen_helm.planner.plan import make_plan, search_precisions

@@ -35,7 +35,6 @@ class Asked:
     hardware: str
     stages: int
     as_json: bool
-    as_csv: bool
 
     @cached_property
     def config(self) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""Pages of commands: tables and notes, as text, markdown or one HTML file."""
+"""Pages of commands: tables and notes, as text or one HTML file."""
 
 from __future__ import annotations
 
@@ -46,12 +46,6 @@ _COMPARISON_LEGEND = (
     "wrong; the intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, in the "
     "memory that they had."
 )
-_DIVERGENCE_NOTE = (
-    "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
-    "nats): 0 where none changed. The perplexity's ratio is on the same tokens: the text, or what the scores of "
-    "{baseline} are made of, its answers included"
-)
-
 
 @dataclass(frozen=True)
 class Section:
@@ -105,19 +99,6 @@ class Page:
         parts.append(fill(self.legend, width))
         return "\n\n".join(filter(None, parts)) + "\n"
 
-    def to_markdown(self) -> str:
-        """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline)]
-        parts += ["\n".join(f"- next: {step}" for step in self.next_steps), self.legend]
-        parts.append("\n".join(f"- {label}: {fact}" for label, fact in self.facts.items()))
-        parts += [f"- {note}." for note in self.notes]
-        for section in self.sections:
-            parts.append(f"## {section.title}")
-            for table in section.tables:
-                parts += [f"### {table.title}" if table.title else "", tables.markdown(table)]
-            parts += [f"- {note}." for note in section.notes]
-        return "\n\n".join(filter(None, parts)) + "\n"
-
     def to_html(self, folder: Path | None = None, *, beside: Collection[str] = ()) -> str:
         """Return one HTML file that needs no other, and no script.
 
@@ -159,17 +140,9 @@ def suite_page(report: SuiteReport) -> Page:
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
-    scales = _scales(report.compared)
-    for model in report.compared:
-        notes = [
-            *_verdicts(model),
-            f"Baseline: {model.base.at_rest}",
-            *(note for note in model.notes if note not in report.notes),
-        ]
-        sections.append(_comparison_section(f"Precisions of flexgen/{model.model}", model, notes, scales))
     return Page(
         f"Suite {report.suite}",
-        _COMPARISON_LEGEND if report.compared else "",
+        "",
         sections,
         _run_facts(report.runs),
         report.notes,
@@ -182,12 +155,9 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     baseline, scales = models[0].baseline, _scales(models)
     sections, verdicts, next_steps = [], [], []
     for model in models:
-        notes = list(model.notes)
-        if model.divergence:
-            notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
         name = f"flexgen/{model.model}"
         title = "Models against " * (model.kind == "model") + name
-        sections.append(_comparison_section(title, model, notes, scales))
+        sections.append(_comparison_section(title, model, model.notes, scales))
         if model.verdicts:
             verdicts += [f"{name} " * (len(models) > 1) + verdict for verdict in _verdicts(model)]
         next_steps += [f"{name}: " * (len(models) > 1) + step for step in _next_steps(model)]
@@ -256,10 +226,7 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    divergence = model.divergence
-    layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
-    last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
-    return Section(title, [tables.summary_table(model), *shown, *last], notes)
+    return Section(title, [tables.summary_table(model), *shown], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:

@@ -1,35 +1,25 @@
-"""Tables of a report: DataFrames of numbers, for CSV, and tables of text in human units, for readers.
-
-A number's column has the name that it has in `flexgen_run.json` or `flexgen_suite.json`, such as 'time_s.compute'.
-"""
+"""Tables of a report, in human units."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.files import count, duration, size
+from flexgen_helm.files import duration, size
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 
-_RUN_COLUMNS = [
-    "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
-    "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
-    "efficiency", "num_reused",
-]  # fmt: skip
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",
     "cpu_to_disk": "memory to disk",
@@ -88,29 +78,6 @@ class Table:
         rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
         above = [[None] * self.num_keys, *rows]
         return [[row[: n + 1] == last[: n + 1] for n in range(len(row))] for row, last in zip(rows, above)]
-
-
-# --- Numbers ---
-
-
-def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
-    """Return a row of numbers per run.
-
-    Every metric of any of them has the columns 'scores.exact_match' and 'standard_errors.exact_match'.
-    """
-    records = [
-        {
-            "run": run.name,
-            "entry": run.entry,
-            "num_scored": run.num_scored,
-            **run.run,
-            "scores": run.scores,
-            "standard_errors": run.standard_errors,
-        }
-        for run in runs
-    ]
-    frame = pd.json_normalize(records)
-    return frame.reindex(columns=[*_RUN_COLUMNS, *frame.filter(regex=r"^(scores|standard_errors)\.")])
 
 
 # --- Scores ---
@@ -244,35 +211,18 @@ def _scale_of(label: str) -> str:
 # --- Text ---
 
 
-def markdown(table: Table) -> str:
-    """Return a markdown table whose columns also line up in a terminal."""
-    headings, right, rows = _printed(table)
-    widths = [max(map(len, column)) for column in zip(headings, *rows)]
-    rule = "|".join("-" * (width + 1) + ("-", ":")[r] for width, r in zip(widths, right))
-    lines = [
-        "| " + " | ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)) + " |"
-        for row in (headings, *rows)
-    ]
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
-
-
 def text(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns."""
-    headings, _, rows = _printed(table)
-    return table_text(headings, rows, width, table.optional)
-
-
-def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
-    """Return headings, alignment and rows of plain text. Keys are not repeated; a second one is below the first."""
-    stacked = table.num_keys == 2
-    rows = []
+    """Return a table of at most `width` columns; keys are not repeated, a second one is below."""
+    stacked, rows = table.num_keys == 2, []
     for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):
         if stacked and not repeated[0]:
             rows.append([row[0], *[""] * (len(row) - 2)])
         keys = ["" if same else key for key, same in zip(row, repeated)][stacked:]
-        rows.append([*(f"  {key}" if stacked and key else key for key in keys), *row[table.num_keys :]])
+        indented = (f"  {key}" if stacked and key else key for key in keys)
+        rows.append([*indented, *row[table.num_keys :]])
     columns = [*range(min(table.num_keys, 1)), *range(table.num_keys, len(table.cells.columns))]
-    return [str(table.cells.columns[n]) for n in columns], [table.right_aligned[n] for n in columns], rows
+    headings = [str(table.cells.columns[n]) for n in columns]
+    return table_text(headings, rows, width, table.optional)
 
 
 # --- Cells ---
@@ -318,23 +268,7 @@ def _score_text(value: float) -> str:
     return f"{value:,.{_digits(value) + (abs(value) < 10)}f}"
 
 
-# Tables of precisions compared: numbers for CSV, and verdicts, changes and speeds for readers.
-
-_COMPARISON_COLUMNS = [
-    "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
-    "interval.high", "p_value", "flips.lost", "flips.won", "flips.changed", "equivalence.decision",
-    "equivalence.margin", "equivalence.p_value", "equivalence.needed",
-]  # fmt: skip
-
-
-def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
-    """Return a row of numbers per comparison."""
-    records = [{"model": model.model, **asdict(one)} for model in models for one in model.comparisons]
-    for record in records:
-        record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
-        record |= {name: record[name] or {} for name in ("flips", "equivalence")}
-    return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
-
+# Precisions compared: verdicts, changes and speeds.
 
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
     """Return what `compare --json` prints."""
@@ -352,7 +286,6 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
                 "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
-                "divergence": model.divergence and asdict(model.divergence),
             }
             for model in models
         },
@@ -445,44 +378,6 @@ def summary_table(model: ModelComparison) -> Table:
         pd.DataFrame(rows).fillna(""), "Verdicts and costs", marks=_speed_marks(model.speeds),
         optional=("tokens", "time", "bytes per weight"),
     )  # fmt: skip
-
-
-def layers_table(found: Divergence) -> Table:
-    """Return a row for the embedding and each layer, with the relative error of the hidden states after it."""
-    errors = found.layers or ()
-    cells = {
-        "after": ["embedding", *(f"layer {number}" for number in range(1, len(errors)))],
-        "error": [f"{error:.6f}" for error in errors],
-        "of the largest": ["█" * round(20 * error / (max(errors) or 1.0)) for error in errors],
-    }
-    of = f"{found.precision} against {found.baseline}, {count(found.tokens, 'token')}"
-    return Table(pd.DataFrame(cells), f"Relative error of hidden states, {of}")
-
-
-def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
-    """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
-    on, none = "what the scores are made of", "instance"
-    if isinstance(found, TextDivergence):
-        on, none = Path(found.text).name, "window"
-    cells = pd.DataFrame(
-        {
-            "precision": one.precision,
-            "tokens": f"{one.tokens:,}",
-            "perplexity": f"×{one.ratio:.4f}",
-            "95 % interval": " … ".join(f"{end:.4f}" for end in one.interval or ()) or f"none (1 {none})",
-            "same top": f"{one.same_top:.1%}",
-            "KL mean": f"{one.kl.mean:.5f}",
-            "KL median": f"{one.kl.median:.5f}",
-            "KL 99 %": f"{one.kl.p99:.5f}",
-        }
-        for one in found.precisions
-    )
-    if isinstance(found, SuiteDivergence):
-        entries = pd.Series([entry.entry for entry in found.entries for _ in entry.precisions])
-        cells.insert(0, "run entry", entries)
-        del cells["KL median"]  # of ten columns a tablet has no room
-    num_keys = 2 if isinstance(found, SuiteDivergence) else 0
-    return Table(cells, f"Divergence from {baseline} on {on}, nats", num_keys)
 
 
 def _positions(comparison: Comparison) -> list[float]:

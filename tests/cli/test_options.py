@@ -119,7 +119,7 @@ def test_a_bad_link_is_refused(link):
         ["batch", os.devnull],
         ["batch", os.devnull, "-o", os.devnull, "--model", "no-such-model"],
         ["fetch", "no-such-model"],
-        ["models", "--json", "--csv"],
+        ["models", "--csv"],
     ],
 )
 def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):

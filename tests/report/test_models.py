@@ -11,8 +11,7 @@ from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.pages import comparison_page, suite_page
-from flexgen_helm.report.suite import read_suite
+from flexgen_helm.report.pages import comparison_page
 from tests.helpers.suites import accuracies, write_run
 
 FULL = {"BF16": 990, "F32": 10}
@@ -136,7 +135,7 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
     assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
     assert (
         "precision"
-        not in comparison_page([model], "s").to_markdown().split("### Verdicts and costs")[1].splitlines()[2]
+        not in comparison_page([model], "s").to_text().split("Verdicts and costs")[1].splitlines()[2]
     )
     assert verdicts(tmp_path, "b")[0]["a"] != INCONCLUSIVE
     assert set(verdicts(tmp_path, "b-4bit")[0].values()) >= {INCONCLUSIVE}
@@ -152,7 +151,6 @@ def test_within_a_model_the_line_about_the_baseline_suffices(tmp_path):
     assert [list(model.verdicts.values())[0].text for model in models] == [NOTHING_LACKS] * 2
     line = "flexgen/a-q4 in fp16; at rest 98 % Q4_1, 2 % F32"
     assert comparison_page(models, "s").facts["baseline"] == f"{line}; flexgen/old in fp16; at rest of unknown types"
-    assert f"- Baseline: {line}." in suite_page(read_suite(tmp_path)).to_markdown()
 
 
 def test_a_run_that_knows_the_types_speaks_for_those_that_do_not(tmp_path):
