@@ -28,8 +28,8 @@ _SCORES_NOTE = "HELM scores one split of the instances only (test, else valid); 
 _POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
 _COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
 _USAGE_NOTE = (
-    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
-    "times share a scale, and so do bars of bytes moved and of bytes held. Times are of what this suite computed itself"
+    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product. Times are "
+    "of what this suite computed itself"
 )
 # Flips of a direction that a page shows, and characters of their texts: a thousand must open quickly.
 _MAX_FLIPS, _MAX_CHARACTERS = 1000, 2000

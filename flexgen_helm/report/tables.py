@@ -37,15 +37,15 @@ _TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "cheape
 
 @dataclass(frozen=True)
 class Mark:
-    """A horizontal bar below a number, in percent of the cell's width.
+    """An interval below a number, in percent of the cell's width, with a dot at `point`.
 
-    point: a dot on it, of an interval plot; axis: what is at its left end, its middle and its right end.
+    axis: what is at its left end, its middle and its right end.
     """
 
     low: float
     high: float
-    point: float | None = None
-    axis: Sequence[str] = ()
+    point: float
+    axis: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
         "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
     optional = ("computed", "output tokens", "requests", "prompt tokens")
-    return Table(pd.DataFrame(cells), links=_links(runs), marks=_speed_marks(speeds), optional=optional)
+    links = {"precision": list(map(run_link, runs))}
+    return Table(pd.DataFrame(cells), links=links, optional=optional)
 
 
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
@@ -153,27 +154,18 @@ def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
 def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
     """Rows without a value in any precision are left out, and limits of tiers that nothing was in."""
     figures = {precision: _figures(usages[precision]) for precision in sorted(usages, key=precision_rank)}
-    known = {label: [column[label] for column in figures.values()] for label in next(iter(figures.values()))}
-    known = {label: values for label, values in known.items() if any(values)}
-    labels = [label for label in known if label.replace("limit", "peak") in known]
-    largest: dict[str, float] = {}
-    for label in labels:
-        numbers = [value for value in known[label] if isinstance(value, (int, float))]
-        largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), *numbers, 0.0)
+    labels = next(iter(figures.values()))
+    known = {label for label in labels if any(column[label] for column in figures.values())}
 
     def text(label: str, value: Any) -> str:
         if value is None or isinstance(value, str):
             return value or ""
-        return seconds_text(value) if _scale_of(label) == "time" else size(value)
+        are_bytes = ":" in label or label.startswith(("peak", "limit"))
+        return size(value) if are_bytes else seconds_text(value)
 
-    def mark(label: str, value: Any) -> Mark | None:
-        return _bar(value, largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
-
-    columns = {name: [(label, column[label]) for label in labels] for name, column in figures.items()}
-    cells = {"": labels, **{name: [text(*cell) for cell in column] for name, column in columns.items()}}
-    return Table(
-        pd.DataFrame(cells), marks={name: [mark(*cell) for cell in column] for name, column in columns.items()}
-    )
+    shown = [label for label in labels if {label, label.replace("limit", "peak")} <= known]
+    cells = {name: [text(label, column[label]) for label in shown] for name, column in figures.items()}
+    return Table(pd.DataFrame({"": shown, **cells}))
 
 
 def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,13 +193,6 @@ def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scale_of(label: str) -> str:
-    """Return the scale of a row's bars: times share one, and so do bytes moved, and bytes held."""
-    if label.startswith(("peak", "limit")):
-        return "disk held" if label.endswith("disk") else "held"
-    return "moved" if ":" in label else "time"
-
-
 # --- Text ---
 
 
@@ -231,19 +216,6 @@ def text(table: Table, width: int) -> str:
 def run_link(run: RunScores) -> str:
     """Return the run's folder, seen from that of its suite; '' for a pool."""
     return f"./{quote(run.name)}/" if run.num_runs == 1 else ""  # without './' a colon would end a scheme
-
-
-def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
-    return {"precision": list(map(run_link, runs))}
-
-
-def _speed_marks(speeds: Sequence[Mapping[str, Any]]) -> dict[str, list[Mark | None]]:
-    rates = [speed["tokens_per_s"] for speed in speeds]
-    return {"tokens/s": [_bar(rate, max(rates)) for rate in rates]}
-
-
-def _bar(value: float, largest: float) -> Mark | None:
-    return Mark(0, 100 * value / largest) if largest else None
 
 
 def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
@@ -375,9 +347,10 @@ def summary_table(model: ModelComparison) -> Table:
         row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(
-        pd.DataFrame(rows).fillna(""), "Verdicts and costs", marks=_speed_marks(model.speeds),
+        pd.DataFrame(rows).fillna(""),
+        "Verdicts and costs",
         optional=("tokens", "time", "bytes per weight"),
-    )  # fmt: skip
+    )
 
 
 def _positions(comparison: Comparison) -> list[float]:

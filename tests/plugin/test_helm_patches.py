@@ -262,7 +262,7 @@ def test_a_model_that_was_not_loaded_does_not_hide_how_long_the_first_took(
     service.loaded.side_effect = {"b": "loaded", "c": "loaded"}.get
     service.loading_s.side_effect = lambda model, since: {"a": 0.0, "b": 3.0, "c": 8.0}[model]
     use_context(Mock(service=service))
-    monkeypatch.setattr(suite, "keep_blocks", lambda *_: {})
+    monkeypatch.setattr(suite, "computed_blocks", lambda *_: {})
     called = suite.Suite(ModelSettings())
     called._folders = [tmp_path]
     assert called._compute({model: (model,) for model in "abc"}) == 3.0  # type: ignore[misc]

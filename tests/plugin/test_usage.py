@@ -48,8 +48,7 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
                 "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
 
     def call(*runs: HelmRun, failed: tuple[str, ...] = ()) -> dict[str, Any]:
-        tried = [*(run.name for run in runs), *failed]
-        content = suite_usage(tmp_path, runs, tried, failed)
+        content = suite_usage(tmp_path, [*(run.name for run in runs), *failed], failed)
         (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
         return content
 
@@ -57,24 +56,23 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     second = call(run_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
     assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
     found = second["models"]["m"]
-    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
-    assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
-    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
-    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
-    again = call(run_of(tmp_path, "one", 10, {}))["models"]["m"]
-    assert again == found
-    # A new run whose answers are all stored: its work counts, and nothing more was moved.
-    stored = call(run_of(tmp_path, "four", 5, {}))
-    assert stored["models"]["m"]["workload"] == stored["totals"]["workload"]
-    assert stored["models"]["m"]["time_s"] == found["time_s"]
-    assert call(run_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
-    # Fewer requests, all of them stored: their work is not that of the seconds.
-    assert call(run_of(tmp_path, "two", 3, {}))["models"]["m"]["workload"]["prompt_tokens"] == 50
-    # Other weights of the same name, and a file that is not ours.
-    other = call(run_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}}
+    assert found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert (found["peak_bytes"]["cpu"], found["predicted_latency_s"]) == (7, 5.0)
+    totals = second["totals"]
+    assert found["workload"]["prompt_tokens"] == totals["workload"]["prompt_tokens"] == 40
+    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4)
+    assert found["efficiency"] == 44 / 48
+    assert call(run_of(tmp_path, "one", 10, {}))["models"]["m"] == found, "all answers are stored"
+    # Of the same block: its work counts, and nothing more was moved.
+    same = call(run_of(tmp_path, "four", 5, block(1.0, 5, 2.0)))["models"]["m"]
+    assert (same["time_s"], same["workload"]["num_requests"]) == (found["time_s"], 3)
+    unknown = call(run_of(tmp_path, "three", 5, block(2.0, 5, None)))["models"]["m"]
+    assert unknown["predicted_latency_s"] is None
+    # Other weights of the same name.
+    new = block(9.0, 5, 1.0) | {"finished_at": "2026-01-02T03:04:05+00:00"}
+    other = call(run_of(tmp_path, "three", 5, new, fingerprint="b"))["models"]["m"]
     assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
-    (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
-    assert call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
 
 
 def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> None:
