@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from flexgen_helm.report.suite import SuiteReport
 
 
-def report(
-    suite: SuiteName, output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False
-) -> None:
+def report(suite: SuiteName, output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False) -> None:
     """Report a suite's scores, throughput, time, memory and predictions.
 
     The suite's folder also gets the report as a page and as JSON.
@@ -96,9 +94,7 @@ def check_margin(points: float) -> float:
     return points / 100
 
 
-def write_report(
-    suite_report: SuiteReport, page: Page, folder: Path, beside: Collection[str] = ()
-) -> None:
+def write_report(suite_report: SuiteReport, page: Page, folder: Path, beside: Collection[str] = ()) -> None:
     """Write a suite's report into its folder, as page and JSON; beside: as of `Page.to_html`."""
     from flexgen_helm.report.pages import REPORT_FILE
     from flexgen_helm.report.suite import suite_to_json

@@ -32,7 +32,7 @@ def test_a_given_policy_is_evaluated():
 def test_the_table_says_what_lives_where_and_why():
     done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "a100", "--num-seqs", "500")
     assert done.returncode == 0, done.stderr
-    for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the ", "matrix products"):
+    for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the "):
         assert words in done.stdout
     assert "schedule zigzag" in done.stdout and "Prompts that begin alike are not counted here" in done.stdout
     assert "When it is interrupted: a stop costs at most" in done.stdout
