@@ -207,7 +207,8 @@ def text(table: Table, width: int) -> str:
         rows.append([*indented, *row[table.num_keys :]])
     columns = [*range(min(table.num_keys, 1)), *range(table.num_keys, len(table.cells.columns))]
     headings = [str(table.cells.columns[n]) for n in columns]
-    return table_text(headings, rows, width, table.optional)
+    optional = [name for name in table.optional if name in headings]
+    return table_text(headings, rows, width, optional)
 
 
 # --- Cells ---

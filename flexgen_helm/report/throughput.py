@@ -71,7 +71,7 @@ Record = Mapping[str, Any]
 
 def suite_totals(records: Iterable[Record]) -> dict[str, Any]:
     """Return `totals` and `models` of runs, from the contents of their `flexgen_run.json`."""
-    records = [record for record in records if "workload" in record]
+    records = [record for record in records if "padded_prompt_tokens" in record]
     by_model: dict[str, list[Record]] = {}
     for record in records:
         by_model.setdefault(record["model"], []).append(record)

@@ -194,6 +194,6 @@ def test_every_flip_is_a_line_for_programs(tmp_path, capsys):
         ("lost", "é", "no"), ("changed", "b", "c")
     ]  # fmt: skip
     assert lines[0]["logprob"] is None and (suite / lines[0]["folder"]).is_dir()
-    assert "| 1 : 0 : 1 |" in capsys.readouterr().out
+    assert "1 : 0 : 1" in capsys.readouterr().out
     assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine", "--flips", str(Path("/absent/x"))]) == 1
     assert "/absent/x cannot be written" in capsys.readouterr().err

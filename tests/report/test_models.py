@@ -135,7 +135,7 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
     assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
     assert (
         "precision"
-        not in comparison_page([model], "s").to_text().split("Verdicts and costs")[1].splitlines()[2]
+        not in comparison_page([model], "s").to_text().split("Verdicts and costs")[1].splitlines()[1]
     )
     assert verdicts(tmp_path, "b")[0]["a"] != INCONCLUSIVE
     assert set(verdicts(tmp_path, "b-4bit")[0].values()) >= {INCONCLUSIVE}
