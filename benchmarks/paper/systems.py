@@ -71,8 +71,8 @@ class PaperProblem(PlanningProblem):
     def host_attention_tiers(self) -> tuple[Tier, ...]:
         return ("cpu", "disk") if super().host_attention_tiers else ()
 
-    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
-        return link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float]:
+        return link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s
 
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         return attended
@@ -111,8 +111,8 @@ class PaperProblem(PlanningProblem):
 class AccelerateProblem(PaperProblem):
     """Accelerate, and FlexGen with `--pin-weight 0`: weights are pageable as well."""
 
-    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
-        return link.pageable_to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float]:
+        return link.pageable_to_gpu_bytes_s, link.pageable_to_gpu_bytes_s
 
 
 SYSTEMS: dict[str, type[PlanningProblem]] = {

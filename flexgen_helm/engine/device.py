@@ -69,8 +69,6 @@ def read_as_float16_if_faster(device: torch.device, checkpoint: Checkpoint) -> s
     if overflows_float16(architecture):
         return f"the GPU has no bfloat16 products, and hidden states of {architecture} exceed float16"
     checkpoint.read_as_float16(True)
-    # Parts of a sum stay in float32: one that overflows although the sum does not would be hidden by a ReLU.
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return ""
 
 

@@ -54,10 +54,11 @@ _LINK_BYTES = 256 << 20
 # Heads, elements of a head, tokens, and decoding sequences of the measured attention: a GPU would spend most of the
 # time of short attention on starting its kernels.
 _HOST_ATTENTION, _DEVICE_ATTENTION = (16, 64, 256, 32), (32, 128, 2048, 32)
-# Small operations of one batch in one layer on a device, or of one cache block's attention: norms, views, copies of the
-# cache, and the interpreter between them, which takes as long again.
-_SMALL_OPERATIONS = 200
-# The model whose layers are measured on a host, tokens of a prompt there, and positions of a decoding token's cache.
+# The matrix that is dequantized, and tokens and heads of the cache that is quantized (100 launches): on a device both
+# take longer than launching them.
+_HOST_PACKED, _DEVICE_PACKED = (512, 2048), (16384, 8192)
+_HOST_QUANTIZED, _DEVICE_QUANTIZED = (256, 8, 64), (32768, 8, 128)
+# The model whose layers are measured, tokens of a prompt on a host, and positions of a decoding token's cache.
 _LAYER_MODEL, _LAYER_TOKENS, _LAYER_POSITIONS = "smollm2-135m", 512, 64
 
 
@@ -87,7 +88,7 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     copying = 2.0 * _UNCACHED_BYTES / _best([partial(target.copy_, source)], 3, device)
-    step_s, layer_bytes_s = _host_layer() if device.type == "cpu" else (_device_step(device), math.inf)
+    step_s, layer_bytes_s = _layer(device, kind)
     unpacking, packing = _packing_rates(device, kind)
     return Processor(
         memory_bytes=memory_bytes,
@@ -103,28 +104,20 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     )
 
 
-def _device_step(device: torch.device) -> float:
-    small = torch.ones(8, device=device)
-
-    def many() -> None:
-        for _ in range(_SMALL_OPERATIONS):
-            small.add(1.0)
-
-    return _best([many], 10, device)
-
-
-def _host_layer() -> tuple[float, float]:
+def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """Return the seconds of a layer besides its products, and the bytes a second that a long batch moves there.
 
     A token is taken through layers whose weights come from memory, as they do in a pass: they leave nothing of what the
-    interpreter needs in the nearest caches. The same products alone are taken off.
+    interpreter needs in the nearest caches. On a host the same products alone are taken off. On a device a layer of a
+    small model takes as long as its launches, those of products included, and a long one is bound by other rates.
     """
 
     config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
     shapes = {name.removeprefix(f"{stage}."): shape for name, shape in config.stage_tensors(stage)}
-    vectors = {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
+    like: dict[str, Any] = {"device": device, "dtype": kind}
+    vectors = {name: torch.ones(shape, **like) for name, shape in shapes.items() if len(shape) == 1}
     sizes = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-    decoder = decoder_of(config, torch.device("cpu"), torch.float32)
+    decoder = decoder_of(config, device, kind)
 
     class Layer(StageWeights):
         """Matrices of its own; or what products left behind, which is there already."""
@@ -132,8 +125,9 @@ def _host_layer() -> tuple[float, float]:
         repeatable = True
 
         def __init__(self, tokens: int, multiplies: bool) -> None:
-            matrices = {name: torch.randn(shape).half() for name, shape in sizes.items()} if multiplies else {}
-            self.matrices, self._ready = matrices, {name: torch.randn(tokens, out) for name, (out, _) in sizes.items()}
+            needed = sizes.items() if multiplies else ()
+            self.matrices = {name: torch.randn(shape).to(device, torch.float16) for name, shape in needed}
+            self._ready = {name: torch.randn(tokens, out) for name, (out, _) in sizes.items()}
 
         def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
             return tiled_linear(x, self.matrices[name], None) if self.matrices else self._ready[name]
@@ -148,7 +142,7 @@ def _host_layer() -> tuple[float, float]:
             raise AssertionError("a layer has no tables")
 
     heads = 2, 1, config.num_kv_heads, _LAYER_POSITIONS, config.head_dim
-    caches, row = torch.zeros(heads), torch.zeros(1, dtype=torch.int64)
+    caches, row = torch.zeros(heads, **like), torch.zeros(1, device=device, dtype=torch.int64)
 
     def attend_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for cache, new in zip(caches, (k, v)):
@@ -160,7 +154,7 @@ def _host_layer() -> tuple[float, float]:
         return q
 
     def pass_layer(layer: Layer, tokens: int) -> None:
-        hidden = torch.zeros(tokens, config.hidden_size)
+        hidden = torch.zeros(tokens, config.hidden_size, **like)
         attend = attend_cache if tokens == 1 else store
         (out,) = decoder.layer(layer, 0, [LayerBatch(hidden, rotary[tokens], attend)])  # type: ignore[arg-type]
         out.sum(-1)
@@ -170,11 +164,13 @@ def _host_layer() -> tuple[float, float]:
             layer.linear(name, inputs[width])
 
     inputs = {width: torch.randn(1, width) for _, width in sizes.values()}
-    rotary = {tokens: decoder.rotary(torch.arange(tokens)) for tokens in (1, _LAYER_TOKENS)}
+    rotary = {tokens: decoder.rotary(torch.arange(tokens, device=device)) for tokens in (1, _LAYER_TOKENS)}
     matrix_bytes = sum(2 * math.prod(shape) for shape in sizes.values())
     layers = [Layer(1, multiplies=True) for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))]
-    products_s = _best([partial(multiply, layer) for layer in layers], 5)
-    step_s = max(1e-6, _best([partial(pass_layer, layer, 1) for layer in layers], 5) - products_s)
+    step_s = _best([partial(pass_layer, layer, 1) for layer in layers], 5, device)
+    if device.type == "cuda":
+        return step_s, math.inf
+    step_s = max(1e-6, step_s - _best([partial(multiply, layer) for layer in layers], 5))
     long_s = _best([partial(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
     return step_s, 4.0 * between_elements(config) * _LAYER_TOKENS / max(1e-6, long_s - step_s)
 
@@ -244,17 +240,18 @@ def _upcast_rate() -> float:
 
 
 def _packing_rates(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
-    """Return the elements a second from 4 bits (a tile of weights) and to 4 bits (tokens of a cache)."""
+    """Return the elements a second from 4 bits (of weights) and to 4 bits (of a prompt's cache)."""
 
     fmt, cache = PRECISIONS["4bit"].weights, PRECISIONS["4bit"].cache
     assert fmt is not None and cache is not None
-    tile = torch.randn(512, _WIDTH, device=device)
-    copies = [quantize(tile, fmt) for _ in range(4)]
-    out = tile.to(kind)
-    unpacking = tile.numel() / _best([partial(dequantize_into, packed, fmt, out) for packed in copies], 3, device)
-    heads, dim = 8, 64
+    on_device = device.type == "cuda"
+    packed = quantize(torch.randn(_DEVICE_PACKED if on_device else _HOST_PACKED, device=device), fmt)
+    copies = [packed, *(packed.clone() for _ in range(3))]  # beyond any cache of a device
+    out = torch.empty(_DEVICE_PACKED if on_device else _HOST_PACKED, device=device, dtype=kind)
+    unpacking = out.numel() / _best([partial(dequantize_into, data, fmt, out) for data in copies], 3, device)
+    tokens, heads, dim = _DEVICE_QUANTIZED if on_device else _HOST_QUANTIZED
     codec = QuantizedCodec(cache, heads, dim, kind)
-    k, v = (torch.randn(4 * codec.group_tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
+    k, v = (torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
     return unpacking, 2 * k.numel() / _best([partial(codec.encode, k, v)], 3, device)
 
 

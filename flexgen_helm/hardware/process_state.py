@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ _settings_before: tuple[Any, ...] = ()
 # What `set_float32_matmul_precision` makes of a level, for cuda and mkldnn.
 _LEVELS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 _EXACT = {"none", "ieee"}
+# Settings of CUDA's libraries under `torch.backends`: parts of sums in 16 bits, where one may overflow although the sum
+# does not, and convolutions in TF32.
+_CUDA_SETTINGS = (
+    ("cuda.matmul", "allow_fp16_reduced_precision_reduction", False),
+    ("cuda.matmul", "allow_bf16_reduced_precision_reduction", False),
+    ("cudnn.conv", "fp32_precision", "ieee"),
+    ("cudnn.rnn", "fp32_precision", "ieee"),
+)
 
 
 @contextmanager
@@ -42,9 +51,13 @@ def _exact_process() -> Iterator[None]:
         # The level itself cannot be read where a program has set the precision of one of them.
         products = [library.matmul for library in (torch.backends.cuda, torch.backends.mkldnn)]
         dtype, precisions = torch.get_default_dtype(), tuple(library.fp32_precision for library in products)
+        libraries = [attrgetter(library)(torch.backends) for library, _, _ in _CUDA_SETTINGS]
         if not _num_computing:
-            _settings_before = dtype, precisions
+            cuda = [getattr(library, name) for library, (_, name, _) in zip(libraries, _CUDA_SETTINGS)]
+            _settings_before = dtype, precisions, cuda
         _num_computing += 1
+        for library, (_, name, exact) in zip(libraries, _CUDA_SETTINGS):
+            setattr(library, name, exact)
         if dtype != torch.float32:  # not always: another thread may set it for a model that it loads
             torch.set_default_dtype(torch.float32)
         if not _EXACT.issuperset(precisions):
@@ -54,13 +67,16 @@ def _exact_process() -> Iterator[None]:
     finally:
         with _lock:
             _num_computing -= 1
-            dtype, precisions = _settings_before
+            dtype, precisions, cuda = _settings_before
             if not _num_computing and dtype != torch.float32:
                 torch.set_default_dtype(dtype)
             if not _num_computing and not _EXACT.issuperset(precisions):
                 torch.set_float32_matmul_precision(_LEVELS.get(precisions, "highest"))
                 for library, precision in zip(products, precisions):
                     library.fp32_precision = precision
+            if not _num_computing:
+                for library, (_, name, _), before in zip(libraries, _CUDA_SETTINGS, cuda):
+                    setattr(library, name, before)
 
 
 @contextmanager

@@ -300,15 +300,16 @@ class _Pass:
         to_gpu, to_cpu = affine(), affine()
         if link is None:
             return to_gpu, to_cpu
-        # New keys and values are spread over their slots from a buffer: a copy within the host, as of pageable memory.
+        # Hidden states cross through a buffer, and new keys and values are spread over their slots from one: copies
+        # within the host, as of pageable memory.
         store_rate = link.pageable_to_cpu_bytes_s
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
-            weights_rate, in_rate, out_rate = problem.link_rates(link, tier)
+            weights_rate, in_rate = problem.link_rates(link, tier)
             to_gpu[WEIGHTS[tier]] += self._weight_bytes(tier) / weights_rate
             to_gpu[WEIGHTS[tier]] += self._weight_transfers(tier) * link.transfer_s
-            to_gpu[HIDDEN[tier]] += self._hidden_bytes / in_rate
-            to_cpu[HIDDEN[tier]] += self._hidden_bytes / out_rate
+            to_gpu[HIDDEN[tier]] += self._hidden_bytes / link.pageable_to_gpu_bytes_s
+            to_cpu[HIDDEN[tier]] += self._hidden_bytes / store_rate
             to_cpu[CACHE[tier]] += self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
             if self.prefill:
                 continue

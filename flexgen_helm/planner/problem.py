@@ -469,17 +469,15 @@ class PlanningProblem:
         on_host = self.cpu_attention and self.hardware.gpu is not None and self.precision.cache is None
         return ("cpu",) if on_host else ()
 
-    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
-        """Bytes per second of weights on `tier` to the gpu, and of cache and hidden states there to and from it.
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float]:
+        """Bytes per second of weights on `tier` to the gpu, and of caches there.
 
-        Weights on the disk are read into pinned memory, caches and hidden states into other memory.
+        Weights on the disk are read into pinned memory, caches into other memory.
         """
         pinned, pageable = link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s
         if not self.pins_host_memory:
-            return pageable, pageable, link.pageable_to_cpu_bytes_s
-        if tier == "disk":
-            return pinned, pageable, link.pageable_to_cpu_bytes_s
-        return pinned, pinned, link.to_cpu_bytes_s
+            return pageable, pageable
+        return pinned, pageable if tier == "disk" else pinned
 
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         """Positions of a sequence's cache that a decode step fetches to the gpu.

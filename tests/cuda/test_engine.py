@@ -110,7 +110,8 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
     for name, value in {
         "_ROWS": (1, 16), "_WIDTH": 64, "_DEVICE_WIDTH": 128, "_UNCACHED_BYTES": 4 * MIB,
         "_FILE_BYTES": 4 * MIB, "_CHUNK_BYTES": MIB // 2,
-        "_LINK_BYTES": MIB, "_SMALL_OPERATIONS": 2, "_DEVICE_ATTENTION": (4, 16, 32, 2),
+        "_LINK_BYTES": MIB, "_DEVICE_PACKED": (64, 64), "_DEVICE_QUANTIZED": (64, 2, 32),
+        "_DEVICE_ATTENTION": (4, 16, 32, 2),
     }.items():  # fmt: skip
         monkeypatch.setattr(profiler, name, value)
     products, honest = set(), profiler._best

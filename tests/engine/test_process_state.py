@@ -93,6 +93,20 @@ def test_engines_in_threads_of_their_own_keep_products_exact_until_the_last_one_
             assert [get() for get in settings] == ["medium", torch.bfloat16]
 
 
+def test_sums_and_convolutions_of_a_device_are_exact_meanwhile():
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    names = "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"
+
+    def settings():
+        return [getattr(matmul, name) for name in names], conv.fp32_precision
+
+    before = settings()
+    assert before == ([True, True], "tf32"), "PyTorch's own"
+    with exact_products():
+        assert settings() == ([False, False], "ieee")
+    assert settings() == before
+
+
 def test_a_forked_child_is_refused_by_name(tiny):
     with Engine.from_pretrained(tiny("llama").path) as engine:
         if (child := os.fork()) == 0:
