@@ -421,17 +421,11 @@ def _short(value: Any) -> str:
 _NONE: _Values = {"seed": (-1,), "max_tokens": (-1,), "max_completion_tokens": (-1,), "logprobs": (False,)}
 # What changes nothing at these values, and is refused at others.
 _NEUTRAL: _Values = {
-    **dict.fromkeys(
-        ("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)
-    ),
+    **dict.fromkeys(("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     # What vLLM takes where they are left out.
-    **dict.fromkeys(
-        ("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)
-    ),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)
-    ),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),

@@ -47,6 +47,7 @@ _COMPARISON_LEGEND = (
     "memory that they had."
 )
 
+
 @dataclass(frozen=True)
 class Section:
     """A part of a page; notes: sentences without their full stops."""

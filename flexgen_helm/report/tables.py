@@ -243,6 +243,7 @@ def _score_text(value: float) -> str:
 
 # Precisions compared: verdicts, changes and speeds.
 
+
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
     """Return what `compare --json` prints."""
     content = {

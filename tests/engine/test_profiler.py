@@ -40,4 +40,6 @@ def test_norms_and_rotations_count_and_products_do_not(monkeypatch):
         return rotate(x, cos, sin)
 
     monkeypatch.setattr(layer_rows, "rotate", slow)
-    assert profiler._layer(HOST, torch.float32)[1] < bytes_s / 2, "what a long batch moves is slower where rotations are"
+    assert profiler._layer(HOST, torch.float32)[1] < bytes_s / 2, (
+        "what a long batch moves is slower where rotations are"
+    )
