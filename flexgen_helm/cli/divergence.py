@@ -103,6 +103,7 @@ def divergence(
 
     from flexgen_helm.engine.divergence import require_comparable
     from flexgen_helm.engine.opening import open_files
+    from flexgen_helm.report.scores import finite
 
     models = [
         (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
@@ -118,7 +119,9 @@ def divergence(
         return _say_perplexity_of(models[0], by_entry[""], as_json)
     found = _divergences(models, by_entry, files[0][0].config, by_layer, is_told=not as_json)
     if as_json:
-        _print_json(model, found, suite, text, window or 0)
+        entries = [{"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()]
+        asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
+        print_json(finite({"model": model, **(asked if suite is None else {"suite": suite, "entries": entries})}))
 
 
 def _compared(model: str, second: str | None, baseline: str | None, asked: str | None) -> list[tuple[str, str, str]]:
@@ -169,19 +172,6 @@ def _divergences(
                 between = "\n" * (sum(map(len, found.values())) > 1)
                 print(between + describe(one, entry), flush=True)
     return found
-
-
-def _print_json(
-    model: str, found: Mapping[str, list[Divergence]], suite: str | None, text: Path | None, window: int
-) -> None:
-    from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
-    from flexgen_helm.report.scores import finite
-
-    if suite is not None:
-        entries = tuple(EntryDivergence(entry, tuple(of)) for entry, of in found.items())
-        print_json(finite(asdict(SuiteDivergence(model, suite, entries))))
-    else:
-        print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found[""])))))
 
 
 def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:

@@ -14,13 +14,15 @@ from flexgen_helm.cli.run import run_and_show
 from flexgen_helm.cli.screen import Screen
 
 SUITE = "quickstart"
-# It has 79 questions, which show a difference of 10 points or none unless many flip.
+# All questions that it has, which show a difference of 10 points or none unless many flip.
 _ENTRY = f"simple_mcqa_scored:model=flexgen/{WHEEL_MODEL}"
-_MARGIN = 10.0
+QUESTIONS, MARGIN = 79, 10.0
 
 
 def quickstart(
-    instances: Annotated[int, typer.Option("--instances", "-m", min=1, help="Questions; the scenario has 79.")] = 79,
+    instances: Annotated[
+        int, typer.Option("--instances", "-m", min=1, help="Questions; the scenario has 79.")
+    ] = QUESTIONS,
     precisions: Annotated[str, typer.Option("--precision", help="Precisions, with commas between.")] = "fp16,4bit",
     output_path: OutputPath = DEFAULT_OUTPUT,
 ) -> None:
@@ -44,7 +46,7 @@ def quickstart(
         write_report(report, suite_page(report), folder, [COMPARE_FILE] * is_compared)
     if is_compared:
         with Screen():
-            compare(SUITE, output_path, margin=_MARGIN)
+            compare(SUITE, output_path, margin=MARGIN)
     say(_NEXT)
 
 

@@ -69,36 +69,6 @@ class Divergence:
     layers: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True)
-class TextDivergence:
-    """What `flexgen-helm divergence` found: divergences from one baseline on one text.
-
-    model, text: as the user named them. window: tokens of a window.
-    """
-
-    model: str
-    text: str
-    window: int
-    precisions: tuple[Divergence, ...]
-
-
-@dataclass(frozen=True)
-class EntryDivergence:
-    """Divergences from one baseline on the runs of one run entry."""
-
-    entry: str
-    precisions: tuple[Divergence, ...]
-
-
-@dataclass(frozen=True)
-class SuiteDivergence:
-    """What `flexgen-helm divergence --suite` found; model: as the user named it. suite: its name."""
-
-    model: str
-    suite: str
-    entries: tuple[EntryDivergence, ...]
-
-
 def divergence_between(
     baseline: str, precision: str, scored: ScoredTokens, layers: tuple[float, ...] | None = None
 ) -> Divergence:
