@@ -283,7 +283,6 @@ def profile(
         Path | None,
         typer.Option(metavar="DIR", help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
     ] = None,
-    cached: Annotated[bool, typer.Option("--cached", help="Print the stored measurement if it still holds.")] = False,
 ) -> None:
     """Measure this machine for `plan` and --policy auto. Close other programs first.
 
@@ -291,7 +290,7 @@ def profile(
     """
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    measured = measured_profile(folder=offload_dir, fresh=not cached).to_json()
+    measured = measured_profile(folder=offload_dir, fresh=True).to_json()
     print_json(measured)
     if out is not None:
         write_json(out, measured)
