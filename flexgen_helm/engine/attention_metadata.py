@@ -57,25 +57,15 @@ class PromptAttention:
     sequence: Sequence
     tokens: slice
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]; stores k and v."""
-        out = self._attend(at, q, k, v)
-        self.store(at, k, v)
-        return out
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, older: KeysValues) -> PartialAttention:
+        """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq].
 
-    def store(self, at: LayerAttention, k: Tensor, v: Tensor) -> None:
-        """Store k and v [t, Hk, D], if anything reads them later."""
-        if self.sequence.needs_cache:
-            at.cache.write(*self.sequence.seat, at.layer, k, v)
-
-    def _attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        start, window, config, codec = self.sequence.start, at.window, at.config, at.cache.codec
-        fmt = codec.cache_format
-        if fmt is None or not (num_quantized := fmt.num_quantized(q.shape[0] - 1)):
+        older: the first tokens, as quantizing leaves them: the others see them so, as they would in a cache.
+        """
+        start, window, config, fmt = self.sequence.start, at.window, at.config, at.cache.codec.cache_format
+        if fmt is None or not len(older[0]):
             return attention.attend_causal(q, k, v, config, window, start)
-        # Every token sees the older ones quantized, as it would in a cache.
         chunks = query_chunks(q, start, window, fmt)
-        older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
             return attention.attend_top_k(q, older, (k, v), config, chunks)
         return attention.attend_two_versions(q, older, (k, v), config, chunks)
@@ -207,14 +197,13 @@ class AttentionMetadata:
             return self._attend_compiled(at, self.table, q, k, v)
         if self.packed:
             return self._attend_packed(at, q, k, v)
-        segments: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
-        if len(segments) == 1:
-            out, lse = segments[0].attend(at, q, k, v)
+        segments = self._attend_own(at, q, k, v)
+        if len(self.prompts) + len(self.decodes) == 1:
+            ((_, (out, lse)),) = segments
         else:
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-            for segment in segments:
-                tokens = segment.tokens
-                out[tokens], lse[tokens] = segment.attend(at, q[tokens], k[tokens], v[tokens])
+            for tokens, part in segments:
+                out[tokens], lse[tokens] = part
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
             for part in prefix.attend(at, q[prefix.tokens]):
@@ -222,13 +211,34 @@ class AttentionMetadata:
             out[prefix.tokens], lse[prefix.tokens] = joined
         return out, lse
 
+    def _attend_own(
+        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[slice, PartialAttention]]:
+        """Yield tokens and what they see of their own sequences; prompts are stored, and new tokens."""
+        for prompt, older in self._store_prompts(at, k, v):
+            tokens = prompt.tokens
+            yield tokens, prompt.attend(at, q[tokens], k[tokens], v[tokens], older)
+        for decoding in self.decodes:
+            tokens = decoding.tokens
+            yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
+
+    def _store_prompts(
+        self, at: LayerAttention, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[PromptAttention, KeysValues]]:
+        """Store each prompt that anything reads later; yield it with its older tokens as quantizing leaves them."""
+        asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in self.prompts]
+        for prompt, (units, older) in zip(self.prompts, at.cache.codec.encode_prompts(k, v, asked)):
+            if prompt.sequence.needs_cache:
+                at.cache.write(*prompt.sequence.seat, at.layer, k[prompt.tokens], v[prompt.tokens], units)
+            yield prompt, older
+
     def _attend_compiled(
         self, at: LayerAttention, table: SegmentTable, q: Tensor, k: Tensor, v: Tensor
     ) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cache, begun = at.cache, Begun.empty(q)
-        for prompt in self.prompts:  # a prefix is read in the batch that computes it
-            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+        for _ in self._store_prompts(at, k, v):  # a prefix is read in the batch that computes it
+            pass
         prefixes = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
         if len(table.jobs):
             _attend_segments(at, q, table.at(prefixes, (k, v) if self.prompts else None), begun)
@@ -242,15 +252,14 @@ class AttentionMetadata:
     def _attend_packed(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cache, begun = at.cache, Begun.empty(q)
-        for prompt in self.prompts:
-            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+        older = [seen for _, seen in self._store_prompts(at, k, v)]
         decodes = {decoding.block: decoding for decoding in self.decodes}
         for block, steps in groupby(self.packed, lambda step: step.block):  # one after the other is brought
             if (decoding := decodes.get(block)) is not None:
                 cache.append(decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens])
             for step in steps:
                 part = step.tokens
-                segments = step.table.at(step.read(cache, at.layer, k, v))
+                segments = step.table.at(step.read(cache, at.layer, (k, v), older))
                 _attend_segments(at, q[part], segments, Begun(*(x[part] for x in begun)))
             if block is not None:
                 cache.done(block, at.layer)

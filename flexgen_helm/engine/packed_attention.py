@@ -25,8 +25,9 @@ from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 
-# Reads a layer's keys and values [Hk, S, D] of a step's segments; given those of the batch's tokens [T, Hk, D].
-ReadSegments = Callable[[KVCache, int, Tensor, Tensor], list[KeysValues]]
+# Reads a layer's keys and values [Hk, S, D] of a step's segments; given those of the batch's tokens [T, Hk, D], and of
+# each prompt's older tokens as quantizing leaves them.
+ReadSegments = Callable[[KVCache, int, KeysValues, SequenceOf[KeysValues]], list[KeysValues]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +79,9 @@ def prompt_step(
             shared = range(begin, len(pieces))
             groups.append(TokenGroup(tokens.start + queries[0], len(queries), shared, begin=seq.start))
 
-    def read(cache: KVCache, layer: int, k: Tensor, v: Tensor) -> list[KeysValues]:
+    def read(_: KVCache, __: int, new: KeysValues, older: SequenceOf[KeysValues]) -> list[KeysValues]:
+        k, v = new
         plain = [(k[tokens], v[tokens]) for _, tokens in prompts]
-        sizes = (fmt.num_quantized(len(k) - 1) for k, _ in plain)
-        older = [cache.codec.round_trip(k[:size], v[:size]) if size else (k, v) for (k, v), size in zip(plain, sizes)]
         chosen = ((plain if is_plain else older)[number] for number, is_plain, _ in pieces)
         return [(x[keys].transpose(0, 1), y[keys].transpose(0, 1)) for (x, y), (*_, keys) in zip(chosen, pieces)]
 
@@ -112,7 +112,7 @@ def block_step(
         groups.append(TokenGroup(row, 1, range(begin, len(pieces)), begin=seq.start))
     tokens = slice(first + rows.start, first + rows.stop)
 
-    def read(cache: KVCache, layer: int, *_: Tensor) -> list[KeysValues]:
+    def read(cache: KVCache, layer: int, *_: object) -> list[KeysValues]:
         newest = older = cache.read(block, layer, window)
         if part is not window:
             older = cache.read(block, layer, part)

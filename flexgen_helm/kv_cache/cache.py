@@ -208,18 +208,15 @@ class KVCache:
 
     # Writing
 
-    def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [S, Hk, D] of a whole prompt."""
+    def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor, units: Planes) -> None:
+        """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
         if not self._stores[layer]:
             return
-        stored, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
+        stored, cache = self._stored_layer(layer), self._open(block)
         if self._window is not None:
             cache.newest.write(stored, slot, self._window.encode_prompt(k, v))
-        tokens = k.shape[0] // codec.group_tokens * codec.group_tokens
-        if tokens:
-            planes = codec.encode(k[:tokens], v[:tokens])
-            if cache.attends_on_host:
-                planes = self.copy_to_host("cache", *planes)
+        if len(units[0]):
+            planes = self.copy_to_host("cache", *units) if cache.attends_on_host else units
             cache.storage.write(stored, slot, planes)
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:

@@ -19,6 +19,7 @@ Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.models.config import QUANTIZED_TOKENS
 from flexgen_helm.offload.uploads import Uploaded, Uploads
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into
@@ -107,6 +109,16 @@ class Codec(ABC):
         """Encode whole groups of tokens [n * group_tokens, Hk, D] as units [n, *shape] of each plane."""
 
     @abstractmethod
+    def encode_prompts(
+        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+    ) -> Iterator[tuple[Planes, KeysValues]]:
+        """Yield of each prompt the units of its whole groups, and its older tokens as the last one sees them quantized.
+
+        k, v: [T, Hk, D], of all prompts.
+        prompts: tokens of each, and whether it is stored; else it has no units.
+        """
+
+    @abstractmethod
     def decode(self, half: int, data: Tensor) -> Tensor:
         """Decode units of B slots, as they lie in memory, to keys (half 0) or values (1) [B, Hk, T, D]."""
 
@@ -130,6 +142,12 @@ class PlainCodec(Codec):
 
     def encode(self, k: Tensor, v: Tensor) -> Planes:
         return k, v
+
+    def encode_prompts(
+        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+    ) -> Iterator[tuple[Planes, KeysValues]]:
+        for tokens, _ in prompts:
+            yield (k[tokens], v[tokens]), (k[:0], v[:0])
 
     def decode(self, half: int, data: Tensor) -> Tensor:
         return data
@@ -164,6 +182,46 @@ class QuantizedCodec(Codec):
     def encode(self, k: Tensor, v: Tensor) -> Planes:
         groups = k.shape[0] // self.group_tokens
         return tuple(self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), self._formats))
+
+    def encode_prompts(
+        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+    ) -> Iterator[tuple[Planes, KeysValues]]:
+        joined: list[tuple[slice, bool]] = []
+        for prompt in prompts:
+            if joined and prompt[0].stop - joined[0][0].start > QUANTIZED_TOKENS:
+                yield from self._encode_together(k, v, joined)
+                joined = []
+            joined.append(prompt)
+        if joined:
+            yield from self._encode_together(k, v, joined)
+
+    def _encode_together(
+        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+    ) -> Iterator[tuple[Planes, KeysValues]]:
+        """Encode together: a device launches a hundred kernels to quantize, for however many tokens."""
+        size, fmt = self.group_tokens, self.cache_format
+        starts, lengths = zip(*((tokens.start, tokens.stop - tokens.start) for tokens, _ in prompts))
+        older = [fmt.num_quantized(length - 1) for length in lengths]
+        units = [length // size if is_stored else 0 for length, (_, is_stored) in zip(lengths, prompts)]
+        seen: KeysValues = (k[:0], v[:0])
+        planes: Planes = tuple(k.new_empty((0, *plane.shape), dtype=torch.uint8) for plane in self.planes)
+        num_seen = [0] * len(prompts)
+        if in_units := fmt.group_tokens == size:
+            units = [max(count, tokens // size) for count, tokens in zip(units, older)]
+        if any(units):
+            planes = self.encode(*_first_tokens((k, v), starts, [count * size for count in units]))
+        if any(older) and in_units:
+            num_seen = [count * size for count in units]
+            keys, values = (
+                self._dequantize(plane, part, *self._matrix_shape(part, sum(num_seen))).view(-1, self.heads, self.dim)
+                for plane, part in zip(planes, self._formats)
+            )
+            seen = keys, values
+        elif any(older):
+            num_seen, seen = older, self.round_trip(*_first_tokens((k, v), starts, older))
+        encoded, found = (zip(*(x.split(counts) for x in xs)) for xs, counts in ((planes, units), (seen, num_seen)))
+        for of_prompt, (keys, values), count in zip(encoded, found, older):
+            yield of_prompt, (keys[:count], values[:count])
 
     def decode(self, half: int, data: Tensor) -> Tensor:
         slots, tokens = data.shape[0], data.shape[1] * self.group_tokens
@@ -214,6 +272,13 @@ class QuantizedCodec(Codec):
             return data.reshape(rows, -1).view(self.dtype)
         stripes = data.reshape(fmt.num_stripes(rows), fmt.stripe_bytes(width))
         return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self.dtype, device=data.device))
+
+
+def _first_tokens(keys_values: KeysValues, starts: SequenceOf[int], counts: SequenceOf[int]) -> KeysValues:
+    """Join the first `counts` tokens of prompts that begin at `starts`."""
+    parts = [slice(start, start + count) for start, count in zip(starts, counts) if count] or [slice(0, 0)]
+    k, v = (x[parts[0]] if len(parts) == 1 else torch.cat([x[part] for part in parts]) for x in keys_values)
+    return k, v
 
 
 class WindowCodec(PlainCodec):

@@ -311,6 +311,8 @@ LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 
 # Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they bound the workspace.
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
+# Tokens of several prompts that are quantized together.
+QUANTIZED_TOKENS = 4096
 
 
 # Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for example.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
+from flexgen_helm.models.config import QUANTIZED_TOKENS, QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
 from flexgen_helm.planner.placement import (
     BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
@@ -124,7 +124,8 @@ class Workspace:
         total += self.product_bytes
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
-            total += 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * prompt
+            quantized = min(tokens, max(prompt, QUANTIZED_TOKENS))
+            total += 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * quantized
             if cache.is_sparse:  # scores of a top-k selection: their sums, the largest, and a copy without the others
                 total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
         return total

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import NewTokens, place_new_tokens
+from flexgen_helm.kv_cache.codec import NewTokens, make_codec, place_new_tokens
 from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.uploads import Uploads
@@ -58,6 +61,11 @@ class Reference:
             return k, v
         old_k, old_v = cache.codec.round_trip(k[:whole], v[:whole])
         return torch.cat((old_k[:border], k[border:])), torch.cat((old_v[:border], v[border:]))
+
+
+def write(cache: KVCache, sequence: Sequence, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    ((units, _),) = cache.codec.encode_prompts(k, v, [(slice(0, len(k)), True)])
+    cache.write(*sequence.seat, layer, k, v, units)
 
 
 def open_cache(folder: Path, home: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, TransferManager]:
@@ -123,7 +131,7 @@ def test_decoding_reads_what_was_written(
         for sequence in sequences:
             for layer in range(LAYERS):
                 k, v = reference.new(sequence.prompt_len)
-                cache.write(*sequence.seat, layer, k, v)
+                write(cache, sequence, layer, k, v)
                 reference.add(sequence, layer, k, v)
             sequence.num_computed = sequence.prompt_len
         for step in range(steps):
@@ -203,7 +211,7 @@ def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, home, groups, 
     try:
         for layer in range(LAYERS):
             k, v = reference.new(length)
-            cache.write(*prefix.seat, layer, k, v)
+            write(cache, prefix, layer, k, v)
             reference.add(prefix, layer, k, v)
         for layer in range(LAYERS):
             seen: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in positions]
@@ -238,7 +246,7 @@ def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
     for slot, sequence in enumerate(sequences):
         sequence.block, sequence.slot, sequence.num_computed = block, slot, 3
         k, v = reference.new(3)
-        cache.write(*sequence.seat, 0, k, v)
+        write(cache, sequence, 0, k, v)
         reference.add(sequence, 0, k, v)
     block.sequences[:] = [sequences[1]]
     cache.append(block, 0, placed(cache, block), *reference.new(1))
@@ -246,3 +254,29 @@ def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
     assert not torch.equal(keys[0][0], reference.tokens[sequences[1], 0][0][0])
     cache.close()
     tiers.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompts_together_are_what_each_is_alone(name, monkeypatch):
+    """Units that are stored, and older tokens as quantizing leaves them: by `encode` and `round_trip` of one prompt."""
+    draw = random.Random(name)
+    codec, reference = make_codec(FORMATS[name], HEADS, DIM, torch.float32), Reference(3)
+    fmt, size = codec.cache_format, codec.group_tokens
+    for most in (1, 100, 4096):
+        monkeypatch.setattr("flexgen_helm.kv_cache.codec.QUANTIZED_TOKENS", most)
+        lengths = [draw.choice([1, size - 1 or 1, size, draw.randrange(1, 5 * size + 9)]) for _ in range(6)]
+        k, v = reference.new(sum(lengths))
+        ends = list(accumulate(lengths))
+        prompts = [(slice(end - n, end), draw.random() < 0.7) for n, end in zip(lengths, ends)]
+        for (tokens, is_stored), (units, older) in zip(prompts, codec.encode_prompts(k, v, prompts), strict=True):
+            alone_k, alone_v = k[tokens], v[tokens]
+            whole = len(alone_k) // size * size
+            if is_stored and whole:
+                expected = codec.encode(alone_k[:whole], alone_v[:whole])
+                assert all(map(torch.equal, units, expected))
+            if is_stored and not whole:
+                assert not len(units[0])
+            seen = fmt.num_quantized(len(alone_k) - 1) if fmt else 0
+            assert len(older[0]) == len(older[1]) == seen
+            if seen:
+                assert all(map(torch.equal, older, codec.round_trip(alone_k[:seen], alone_v[:seen])))

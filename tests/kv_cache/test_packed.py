@@ -106,7 +106,8 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
     prompt = PromptAttention(Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start), slice(0, tokens))
     config, cache = AttentionConfig(0.25, slopes=slopes), Mock(codec=codec)
-    found, _ = prompt.attend(LayerAttention(Mock(), 0, window, config, cache), q, k, v)
+    ((_, older),) = codec.encode_prompts(k, v, [(slice(0, tokens), False)])
+    found, _ = prompt.attend(LayerAttention(Mock(), 0, window, config, cache), q, k, v, older)
     expected = direct(q, k, v, fmt, 0.25, slopes, start, window)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:
