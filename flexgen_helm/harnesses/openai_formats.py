@@ -204,7 +204,7 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
         asked = kind.model_validate(given)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-        name, code = str(wrong[0]["loc"][0]), _CODES.get(wrong[0]["type"], "invalid_type")
+        name, code = str(wrong[0]["loc"][0]), _CODES.get(wrong[-1]["type"], "invalid_type")
         if any(detail["type"] == "string_unicode" for detail in wrong):
             raise ApiError(f"{name} is not valid Unicode", name, "invalid_value") from None
         expected, shown = kind.model_fields[name].description, _short(given.get(name))

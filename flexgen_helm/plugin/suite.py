@@ -291,8 +291,8 @@ class Suite:
             for block in blocks.values():
                 block.close()
             raise TimeoutError
-        for key, block in computed_blocks(service, blocks.values()).items():
-            self._computed[key] = add_blocks(self._computed.get(key, {}), block)
+        for key, took in computed_blocks(service, blocks.values()).items():
+            self._computed[key] = add_blocks(self._computed.get(key, {}), took)
         errors = {name: block.error() for name, block in blocks.items()}
         self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
         loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]

@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import reduce
 from importlib import metadata
 from operator import add
 from typing import Any
@@ -91,8 +90,10 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
         if "bytes" in block:
             blocks[json.dumps(block)] = block
         known |= {key: record[key] for key in _OF_MODEL if record.get(key) is not None}
-    nothing: dict[str, Any] = {}
-    return {**reduce(add_blocks, blocks.values(), nothing), **known, **_add_usage(same)}
+    took: dict[str, Any] = {}
+    for one in blocks.values():
+        took = add_blocks(took, one)
+    return {**took, **known, **_add_usage(same)}
 
 
 def _add_usage(records: Sequence[Record]) -> dict[str, Any]:
