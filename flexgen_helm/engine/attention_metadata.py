@@ -247,9 +247,7 @@ class AttentionMetadata:
             tokens = decoding.tokens
             yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
 
-    def _store_prompts(
-        self, at: LayerAttention, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[PromptAttention, KeysValues]]:
+    def _store_prompts(self, at: LayerAttention, k: Tensor, v: Tensor) -> Iterator[tuple[PromptAttention, KeysValues]]:
         """Store each prompt that anything reads later; yield it with its older tokens as quantizing leaves them."""
         asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in self.prompts]
         for prompt, (units, older) in zip(self.prompts, at.cache.codec.encode_prompts(k, v, asked)):
@@ -453,7 +451,12 @@ def build_attention_metadata(
                 for part in stored or [window]
             ]
     joined = None
-    if device.type == "cuda" and fmt is None and ends and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts)):
+    if (
+        device.type == "cuda"
+        and fmt is None
+        and ends
+        and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts))
+    ):
         longest = max(end - begin for begin, end in pairwise(ends))
         joined = JoinedPrompts(slice(ends[0], ends[-1]), (borders.on_device - ends[0]).int(), longest)
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)

@@ -172,11 +172,16 @@ def test_values_by_which_clients_say_none_are_none(tokenizer):
     none = {
         "seed": -1, "n": None, "stop": [], "logit_bias": {}, "logprobs": False, "top_k": -1, "min_tokens": 0,
         "tools": [], "tool_choice": "auto", "metadata": {}, "store": False, "suffix": "",
-        "response_format": {"type": "text"},
+        "response_format": {"type": "text"}, "skip_special_tokens": True, "priority": 0, "verbosity": "medium",
+        "return_token_ids": False, "safety_identifier": "someone", "prompt_cache_key": "k",
     }  # fmt: skip
-    for url, body in ((TEXT, {"prompt": "fox"}), (CHAT, {"messages": MESSAGES})):
+    of_chats = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+    for url, body, also in (
+        (TEXT, {"prompt": "fox"}, {"add_special_tokens": True}),
+        (CHAT, {"messages": MESSAGES}, {**of_chats, "echo": False, "best_of": 1}),
+    ):
         plain = requests(tokenizer, url, body)
-        assert requests(tokenizer, url, body | none) == plain
+        assert requests(tokenizer, url, body | none | also) == plain
         (unlimited,) = requests(tokenizer, url, body | {"max_tokens": -1})
         assert unlimited.max_tokens == 96 - len(unlimited.prompt_token_ids)
     neutral = {"type": "text", "annotations": [], "refusal": None, "tool_calls": None, "reasoning_content": ""}
@@ -202,6 +207,28 @@ def test_what_is_not_supported_is_refused_by_name(url, body, why):
     message = error_body(refused.value)["error"]["message"]
     assert why in message and len(message) < 400 and "\n" not in message
     message.encode()  # whatever the body had
+
+
+@pytest.mark.parametrize(
+    "body, code",  # https://platform.openai.com/docs/guides/error-codes, as its API answers
+    [
+        ({"max_tokenz": 1}, "unknown_parameter"),
+        ({"suffix": "y"}, "unsupported_value"),
+        ({"add_special_tokens": False}, "unsupported_value"),
+        ({"safety_identifier": 5}, "unsupported_value"),
+        ({"prompt": None}, "missing_required_parameter"),
+        ({"n": "2"}, "invalid_type"),
+        ({"n": 0}, "integer_below_min_value"),
+        ({"logprobs": 21}, "integer_above_max_value"),
+        ({"temperature": 2.5}, "decimal_above_max_value"),
+        ({"top_p": -1}, "decimal_below_min_value"),
+        ({"stop": [""]}, "invalid_value"),
+    ],
+)
+def test_refusals_have_the_codes_of_openai(body, code):
+    with pytest.raises(ApiError) as refused:
+        parse_body(TEXT, {"prompt": "x", **body})
+    assert (refused.value.code, refused.value.param) == (code, next(iter(body)))
 
 
 @pytest.mark.parametrize(
