@@ -80,7 +80,8 @@ def compare(models, *parts, share=True, by_layer=False, options=({}, {})):
             base.fill(engine)
         with opened[1]() as engine:
             found = base.compare(engine)
-        assert not os.listdir(folder)  # nothing of it has a name, so a process that is killed leaves nothing
+        base.remove()
+        assert not os.listdir(folder)
     return found
 
 
@@ -223,6 +224,7 @@ def test_batches_that_memory_does_not_take_are_divided(engines, options, monkeyp
                 fail_once(engine, MemoryError(), patch)
             base.fill(engines[0])
             found += base.compare(engines[1])
+            base.remove()
             assert [engine.last_run["halvings"] for engine in engines] == [int(runs_out)] * 2
     np.testing.assert_allclose(found[0].values, found[1].values, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found[0].layers, found[1].layers, rtol=1e-4)
@@ -269,9 +271,13 @@ def test_the_room_of_logits_is_known_before_anything_is_computed(engines, option
     asked, config = whole([[*range(2, 93)]] * 2), engines[0].config
     states = 91 * (config.num_layers + 1) * config.state_size * by_layer
     base = Baseline([asked], config, options, by_layer)
-    assert base.num_bytes == 4 * (180 * VOCABULARY + states) == base.logits.nbytes + base.states.nbytes
+    assert base.num_bytes == base.rows.nbytes == base.logits.nbytes + base.states.nbytes + 4 * 180
+    assert base.logits.nbytes + base.states.nbytes == 4 * (180 * VOCABULARY + states)
+    base.remove()
     limited = replace(options, limits=MemoryLimits(disk=base.num_bytes + 5))
-    assert Baseline([asked], config, limited, by_layer).beside(limited).limits == MemoryLimits(disk=5)
+    exact = Baseline([asked], config, limited, by_layer)
+    assert exact.beside(limited).limits == MemoryLimits(disk=5)
+    exact.remove()
     assert base.beside(options).limits.disk is None
     limited = replace(options, limits=MemoryLimits(disk=base.num_bytes - 1))
     with pytest.raises(MemoryLimitError, match="what is compared take .* with --offload-dir, raise --disk"):

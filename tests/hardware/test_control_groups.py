@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup
+from flexgen_helm.benchmarks.process import GroupUnavailable, memory_group
 from flexgen_helm.hardware.host_memory import host_memory
 
 MIB = 1 << 20
@@ -64,8 +64,8 @@ def test_an_engine_in_a_group_plans_with_the_groups_memory():
         "print(tier_capacities(MemoryLimits(), Path('.'))['cpu'])"
     )
     try:
-        with MemoryGroup(3 << 30) as limited:
-            command = limited.enter([sys.executable, "-c", code])
+        with memory_group(3 << 30) as inside:
+            command = inside([sys.executable, "-c", code])
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     except GroupUnavailable as error:
         pytest.skip(str(error))

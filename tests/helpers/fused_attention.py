@@ -68,7 +68,35 @@ def efficient_attention(
     return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.zeros(()), torch.zeros(())
 
 
+def varlen_attention(
+    q, k, v, borders, key_borders, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), enable_gqa=False, *_
+):
+    """`torch_attn::_varlen_attn`, as causal attention of several sequences; its log-sum-exp is [Hq, T]."""
+    assert key_borders is not None
+    _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
+    _check(borders.dtype == torch.int32 and torch.equal(borders, key_borders), "borders")
+    _check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}")
+    _check(q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0), "heads")
+    _check(int(borders[0]) == 0 and int(borders[-1]) == len(q) == len(k), "borders that are not those of the tokens")
+    lengths = borders.diff().tolist()
+    _check(max(lengths) == max_q == max_k and min(lengths) > 0, "lengths")
+    _check(is_causal == (tuple(window_size) == (-1, 0)) and window_size[1] == 0, f"window {window_size}")
+    outs, lses, group = [], [], q.shape[1] // k.shape[1]
+    for one_q, one_k, one_v in zip(*(x.split(lengths) for x in (q, k, v))):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        bias = None
+        if window_size[0] >= 0:
+            age = torch.arange(len(one_q))[:, None] - torch.arange(len(one_q))
+            bias = torch.zeros(age.shape).masked_fill(age > window_size[0], -math.inf)
+        out, lse = _formula(queries, keys, values, bias, True, scale)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1), torch.zeros(2, dtype=torch.uint64)
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
+    "torch_attn::_varlen_attn": varlen_attention,
     "aten::_scaled_dot_product_flash_attention": flash_attention,
     "aten::_scaled_dot_product_efficient_attention": efficient_attention,
 }
