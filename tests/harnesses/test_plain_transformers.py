@@ -50,7 +50,7 @@ def last(folder, answers):
 
 @pytest.fixture(scope="module")
 def asked(answers, last):
-    """The answers; the first with an improbable token, greedy and drawn, and ended; claims that all or none is greedy."""
+    """The answers; the first with an improbable token, greedy and drawn, and ended; claims: all greedy, none greedy."""
     (request, result), (scored, score), _ = answers
     (completion,) = result.completions
     wrong, ended = (
