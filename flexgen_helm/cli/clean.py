@@ -25,7 +25,8 @@ from flexgen_helm.locks import InUseError, locked
 _DAY_S = 86_400.0
 # Folders whose names begin with a point are rests of a conversion, or of a removal.
 _STORED = (
-    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "*/.*.removed"
+    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "offload/logits-*",
+    "*/.*.removed",
 )  # fmt: skip
 
 
@@ -100,7 +101,11 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[Stored
         with suppress(psutil.Error):  # what may not be seen
             open_files |= {file.path for file in process.open_files()}
     found = [path for pattern in _STORED for path in home.glob(pattern)]
-    found += [path for pattern in ("weights-*", "run-*") for path in (offload_dir or home / "nowhere").glob(pattern)]
+    found += [
+        path
+        for pattern in ("weights-*", "run-*", "logits-*")
+        for path in (offload_dir or home / "nowhere").glob(pattern)
+    ]
     for path in found:
         if path.is_symlink() or path.suffix == ".lock":
             continue

@@ -117,7 +117,7 @@ def divergence(
         with Engine.from_config(name, options) as loaded:
             return say_perplexity(score(loaded, by_entry[""]), as_json)
     found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
-    base = Baseline([*by_entry.values()], files[0][0].config, options, by_layer)
+    base = Baseline([*by_entry.values()], files[0][0].config, options, by_layer, files[0][0].fingerprint)
     with Engine.from_config(name, base.beside(options)) as loaded:
         base.fill(loaded)
     for label, name, options in others:
@@ -129,6 +129,7 @@ def divergence(
             if not as_json:
                 between = "\n" * (sum(map(len, found.values())) > 1)
                 print(between + describe(divergence, entry), flush=True)
+    base.remove()
     if as_json and suite is not None:
         divergences = tuple(EntryDivergence(entry, tuple(divergences)) for entry, divergences in found.items())
         print_json(finite(asdict(SuiteDivergence(model, suite, divergences))))
