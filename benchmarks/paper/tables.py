@@ -61,7 +61,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
         except (ValueError, KeyError, UsageError) as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
         # The table may say that memory ran out, or nothing.
-        measured = pd.to_numeric(line.get("tokens_per_s", ""), errors="coerce")
+        measured = float(pd.to_numeric(line.get("tokens_per_s", ""), errors="coerce"))
         rows.append(
             {
                 **line,
@@ -179,9 +179,12 @@ def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareP
         hardware = load_profile(str(path))
     else:
         hardware = with_torch_dequantization(hardware)
-    disk, columns = hardware.disk, {"disk_read_gb_s": "read_bytes_s", "disk_write_gb_s": "write_bytes_s"}
-    rates = {rate: _number(line, column) * 1e9 * disk.streams for column, rate in columns.items() if line.get(column)}
-    hardware = replace(hardware, disk=replace(disk, **rates))
+    disk = hardware.disk
+    if line.get("disk_read_gb_s"):
+        disk = replace(disk, read_bytes_s=_number(line, "disk_read_gb_s") * 1e9 * disk.streams)
+    if line.get("disk_write_gb_s"):
+        disk = replace(disk, write_bytes_s=_number(line, "disk_write_gb_s") * 1e9 * disk.streams)
+    hardware = replace(hardware, disk=disk)
     return with_page_cache(hardware) if line.get("page_cache") == "free" else hardware
 
 
