@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.common import choose
+from flexgen_helm.benchmarks.common import choose, script
 from flexgen_helm.benchmarks.paper.systems import (
     COMPRESSED,
     COMPRESSED_WEIGHTS,
@@ -22,7 +22,8 @@ from flexgen_helm.benchmarks.paper.systems import (
     with_torch_dequantization,
 )
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.cli.console import print_csv, print_json, print_table
+from flexgen_helm.cli.console import print_table
+from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
@@ -75,29 +76,19 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
     return {"rows": rows, "summary": summarize(rows, spread_of(hardware))}
 
 
-def print_csv_evaluated(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
-    """Print the prediction for every row of a table, and the errors."""
-    result = evaluate_csv(path, hardware)
-    rows, summary = result["rows"], result["summary"]
-    if as_json:
-        return print_json(result)
-    if as_csv:
-        return print_csv(pd.DataFrame(rows).drop(columns="missing_bytes"))
-    print_table(
-        [
-            {
-                "system": row.get("system"),
-                "model": row["model"],
-                "block": f"{row['gpu_batch_size']}x{row['num_gpu_batches']}",
-                "wg/wc cg/cc hg/hc": " ".join(f"{row[f'{x}g']}/{row[f'{x}c']}" for x in "wch"),
-                "token/s": row.get("tokens_per_s"),
-                "predicted": row["predicted_tokens_per_s"] if row["feasible"] else "OOM",
-                "error": None if row["error"] is None else f"{row['error']:+.0%}",
-                "bottleneck": row["bottleneck"],
-            }
-            for row in rows
-        ]
-    )
+def main(file: Path, hardware: str = "t4") -> None:
+    """Print the prediction for every row of a table of throughputs, and the errors."""
+    result = evaluate_csv(file, profile_named(hardware))
+    rows, summary = pd.DataFrame(result["rows"]), result["summary"]
+    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
+    table = rows.reindex(columns=["system", "model"]).fillna("")
+    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
+    table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
+    table["token/s"] = rows.get("tokens_per_s", "")
+    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
+    table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
+    table["bottleneck"] = rows["bottleneck"]
+    print_table(table.to_dict("records"))
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
@@ -193,3 +184,7 @@ def _number(line: Mapping[str, str], name: str) -> float:
         return float(line[name])
     except ValueError:
         raise UsageError(f"column {name} holds {line[name]!r}, which is no number") from None
+
+
+if __name__ == "__main__":
+    script(main)
