@@ -23,6 +23,7 @@ from flexgen_helm.benchmarks.paper.systems import (
 from flexgen_helm.benchmarks.paper.tables import (
     evaluate_csv,
     full_memory,
+    label_of,
     predict_row,
     row_problem,
 )
@@ -256,12 +257,9 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
 
 
 def _predicted(line: Row) -> Row:
-    shares = " ".join(f"{line[f'{kind}g']}/{line[f'{kind}c']}" for kind in "wch")
-    block = f"{line['gpu_batch_size']}x{line['num_gpu_batches']}"
-    held = ", page cache held back" if line["page_cache"] == "held_back" else ""
     paper = line["tokens_per_s"] if line["tokens_per_s"] == "OOM" else float(line["tokens_per_s"])
     predicted = _digits(line["predicted_tokens_per_s"]) if line["feasible"] else "OOM"
-    return row(f"{line['system']} {line['model']} {block} {shares}{held}", paper, predicted)
+    return row(label_of(line), paper, predicted)
 
 
 def _digits(value: float) -> float:

@@ -79,16 +79,19 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
 def main(file: Path, hardware: str = "t4") -> None:
     """Print the prediction for every row of a table of throughputs, and the errors."""
     result = evaluate_csv(file, profile_named(hardware))
-    rows, summary = pd.DataFrame(result["rows"]), result["summary"]
-    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
-    table = rows.reindex(columns=["system", "model"]).fillna("")
-    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
-    table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
-    table["token/s"] = rows.get("tokens_per_s", "")
-    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
-    table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
-    table["bottleneck"] = rows["bottleneck"]
-    print_table(table.to_dict("records"))
+    summary = result["summary"]
+    print_table(
+        [
+            {
+                "policy": label_of(row),
+                "tokens_per_s": row.get("tokens_per_s"),
+                "predicted": row["predicted_tokens_per_s"] if row["feasible"] else "OOM",
+                "error": None if row["error"] is None else f"{row['error']:+.0%}",
+                "bottleneck": row["bottleneck"],
+            }
+            for row in result["rows"]
+        ]
+    )
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
@@ -98,6 +101,14 @@ def main(file: Path, hardware: str = "t4") -> None:
         f"{summary['within_range']['n']} of {count(summary['n'], 'row')} took {low:.2g} to {high:.2g} "
         "times as long as predicted, which is the range of a plan for this machine."
     )
+
+
+def label_of(line: Mapping[str, str]) -> str:
+    """Return system, model, GPU batch x batches, and percent on GPU/CPU of weights, cache and hidden states."""
+    shares = " ".join(f"{line[f'{kind}g']}/{line[f'{kind}c']}" for kind in "wch")
+    block = f"{line['gpu_batch_size']}x{line['num_gpu_batches']}"
+    held = ", page cache held back" if line.get("page_cache") == "held_back" else ""
+    return f"{line.get('system', '')} {line['model']} {block} {shares}{held}".lstrip()
 
 
 def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
