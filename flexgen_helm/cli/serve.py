@@ -73,6 +73,7 @@ def serve(
     from flexgen_helm.service.service import KeyedRequest, Service, request_key
 
     arguments, reader, service = model_arguments(model, engine), ModelReader("serve"), Service(EngineLoader())
+    atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
     name = served_model_name or model
     try:
         with Screen():
@@ -94,8 +95,7 @@ def serve(
         raise Interrupted("interrupted") from None
     finally:
         listener.close()
-        if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close)
+        service.close()
 
 
 def _tell(event: Event) -> None:

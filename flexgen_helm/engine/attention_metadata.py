@@ -222,9 +222,7 @@ class AttentionMetadata:
             tokens = decoding.tokens
             yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
 
-    def _store_prompts(
-        self, at: LayerAttention, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[PromptAttention, KeysValues]]:
+    def _store_prompts(self, at: LayerAttention, k: Tensor, v: Tensor) -> Iterator[tuple[PromptAttention, KeysValues]]:
         """Store each prompt that anything reads later; yield it with its older tokens as quantizing leaves them."""
         asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in self.prompts]
         for prompt, (units, older) in zip(self.prompts, at.cache.codec.encode_prompts(k, v, asked)):
