@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from flexgen_helm.cli.app import app
+from flexgen_helm.cli.app import command_line
 
 PAGE = Path(__file__).resolve().parent / "reference" / "commands.md"
 SHARED_PANELS = ("Prompts", "Engine")  # described once, at the end
@@ -33,7 +31,7 @@ SHARED_HEAD = """## {title} options
 
 def page() -> str:
     """The page's markdown."""
-    root: Any = typer.main.get_command(app)
+    root: Any = command_line()
     shared = {panel: _shared(root, panel) for panel in SHARED_PANELS}
     sections = [_section(name, command, shared) for name, command in root.commands.items()]
     for panel, options in shared.items():

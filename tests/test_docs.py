@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import load
@@ -171,12 +170,12 @@ def test_plans_that_the_docs_show_are_made(line, checkout, capsys):
 
 def test_arguments_that_the_docs_show_are_taken(checkout):
     """Parsed as the command does; run entries and files of `run` are found, too."""
-    from flexgen_helm.cli.app import app
+    from flexgen_helm.cli.app import command_line
     from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
     from flexgen_helm.config import FLAGS, EngineConfig, options_of_flags
     from flexgen_helm.run_entries import check_arguments
 
-    root: Any = typer.main.get_command(app)
+    root: Any = command_line()
     for line in shown_commands():
         name, *words = shlex.split(line, comments=True)[1:]
         context = root.commands[name].make_context(name, words)

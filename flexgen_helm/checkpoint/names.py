@@ -275,8 +275,9 @@ def _resolve_user_model(name: str, precision: str, revision: str | None, argumen
     path = arguments.get("path")
     model = _resolve_known(path or name, precision, revision or arguments.get("revision"))
     if model is None:
-        problem = f"has the path {path}, not found" if path else "needs a path, for it is no catalog name"
-        raise UnknownModelError(f"model {name} of the file that FLEXGEN_HELM_MODELS names {problem}")
+        problem = f"{path} does not exist" if path else "it is no catalog name, and needs a path"
+        file = os.environ.get("FLEXGEN_HELM_MODELS")
+        raise UnknownModelError(f"{file} (FLEXGEN_HELM_MODELS): {name}: {problem}")
     options = {key: value for key, value in arguments.items() if key not in ("path", "revision")}
     return replace(model, name=name, arguments=options)
 

@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    import typer
-
-    from flexgen_helm.cli.app import app
+    from flexgen_helm.cli.app import command_line
     from flexgen_helm.cli.console import say
     from flexgen_helm.cli.engine_flags import complete_dummy_weights
 
@@ -51,7 +49,8 @@ def _run(argv: Sequence[str] | None) -> int:
         with _terminated_like_interrupted(), nullcontext() if rank is None else as_rank(rank):
             if rank is not None and rank.number:
                 return follow_rank_0()
-            typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
+            root = command_line(next(iter(arguments), None))
+            root.main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
         if isinstance(broken := stop.__context__, BrokenPipeError):

@@ -34,7 +34,7 @@ _STORED = (
 class StoredItem:
     """A folder or file that can be removed as a whole.
 
-    name: path below the state folder, or the whole path in another offload directory.
+    name: path below the state folder.
     last_used: seconds since 1970, as far as the file system notes it.
     """
 
@@ -56,9 +56,6 @@ def clean(
         typer.Option("--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")] = False,
-    offload_dir: Annotated[
-        Path | None, typer.Option("--offload-dir", metavar="DIR", help="Another offload directory to look into.")
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List stored weights and answers with their size and last use; remove those that are named, with --yes.
@@ -72,7 +69,7 @@ def clean(
     if yes and not names and older_than is None:
         raise UsageError("--yes removes what is named; name it as flexgen-helm clean lists it, or give --older-than")
     home = state_dir()
-    items = sorted(stored_items(home, offload_dir), key=lambda item: (-item.num_bytes, item.name))
+    items = sorted(stored_items(home), key=lambda item: (-item.num_bytes, item.name))
     for pattern in names or ():
         if not any(fnmatchcase(item.name, pattern) for item in items):
             raise UsageError(f"nothing is stored under the name {pattern}; flexgen-helm clean lists what there is")
@@ -94,18 +91,13 @@ def clean(
     raise typer.Exit(int(yes and not all(item.is_removed for item in items)))
 
 
-def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[StoredItem]:
-    """Yield what can be removed; offload_dir: another than the one in `home`."""
+def stored_items(home: Path) -> Iterator[StoredItem]:
+    """Yield what can be removed."""
     open_files: set[str] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # what may not be seen
             open_files |= {file.path for file in process.open_files()}
     found = [path for pattern in _STORED for path in home.glob(pattern)]
-    found += [
-        path
-        for pattern in ("weights-*", "run-*", "logits-*")
-        for path in (offload_dir or home / "nowhere").glob(pattern)
-    ]
     for path in found:
         if path.is_symlink() or path.suffix == ".lock":
             continue
@@ -116,7 +108,7 @@ def stored_items(home: Path, offload_dir: Path | None = None) -> Iterator[Stored
             with suppress(OSError):  # it goes away meanwhile
                 statuses += [file.stat()] if file.is_file() else []
         yield StoredItem(
-            name=str(path.relative_to(home)) if path.is_relative_to(home) else str(path),
+            name=str(path.relative_to(home)),
             path=path,
             num_bytes=sum(status.st_blocks * 512 for status in statuses),
             last_used=max((max(status.st_atime, status.st_mtime) for status in statuses), default=0.0),

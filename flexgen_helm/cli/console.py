@@ -15,7 +15,6 @@ from flexgen_helm.files import replace_text
 from flexgen_helm.terminal import fill_for, table_text
 
 if TYPE_CHECKING:
-    import pandas
     from rich.console import Console
 
 # Columns of a page that is not a terminal: a file is read with a wider page than 80 columns.
@@ -34,11 +33,6 @@ def say(text: str) -> None:
 def print_json(content: Any) -> None:
     """Print `content` as JSON on stdout. Raises ValueError for a number that is not finite, which is a defect."""
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
-
-
-def print_csv(frame: pandas.DataFrame) -> None:
-    """Print `frame` as CSV on stdout, with full precision and without the index."""
-    print(frame.to_csv(index=False), end="", flush=True)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> None:

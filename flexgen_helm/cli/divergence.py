@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
+from flexgen_helm.terminal import table_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,30 +37,37 @@ if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
+# Label, name, and options.
+_Model = tuple[str, str, EngineConfig]
+_Second = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL2",
+        help="A model with the same vocabulary to compare with the first, instead of precisions.",
+        autocompletion=complete_model,
+    ),
+]
+_Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")]
+_Window = Annotated[int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")]
+_Suite = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead.")
+]
+_Baseline = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The first model's precision. Default: its name's, else fp16.")
+]
+_MaxWindows = Annotated[int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")]
+
+
 def divergence(
     model: ModelName,
     engine: EngineOptions,
-    second: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL2",
-            help="A model with the same vocabulary to compare with the first, instead of precisions.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")] = None,
-    window: Annotated[int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."),
-    ] = None,
+    second: _Second = None,
+    text: _Text = None,
+    window: _Window = None,
+    suite: _Suite = None,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The first model's precision. Default: its name's, else fp16.")
-    ] = None,
-    max_windows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")
-    ] = None,
+    baseline: _Baseline = None,
+    max_windows: _MaxWindows = None,
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
     ] = False,
@@ -78,63 +87,91 @@ def divergence(
     check_engine_flags(engine)
     if rank_of_process() is not None:
         raise UsageError("two models are compared in one process; start divergence without torchrun")
-    first = _named(model, baseline or (None if second else "fp16"))
-    asked, baseline = engine.get("precision"), first[2]
-    if second is not None:
-        named = [first, _named(second, asked)]
-    else:
-        precisions = dict.fromkeys((baseline, *split_precisions(str(asked or "4bit"))))
-        named = [(precision, model, precision) for precision in precisions]
+    named = _compared(model, second, baseline, engine.get("precision"))
+    of_text = {"--text": text, "--window": window, "--max-windows": max_windows}
     if suite is not None:
-        for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows)):
-            if value is not None:
-                raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
+        if given := [flag for flag, value in of_text.items() if value is not None]:
+            raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
         if len(named) < 2:
-            raise UsageError(f"--precision names only the baseline {baseline}; add one, such as --precision 4bit")
-        by_entry = _suite_prompts(model, baseline, output_path / "runs" / suite)
+            raise UsageError(f"--precision names only the baseline {named[0][2]}; add one, such as --precision 4bit")
+        by_entry = _suite_prompts(model, named[0][2], output_path / "runs" / suite)
     elif text is None or window is None:
         raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
     else:
         content = _read_text(text)
 
-    from flexgen_helm.engine.divergence import Baseline, require_comparable, score
-    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.divergence import require_comparable
     from flexgen_helm.engine.opening import open_files
-    from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence, divergence_between
     from flexgen_helm.report.scores import finite
 
     models = [
         (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
         for label, name, precision in named
     ]
-    (_, name, options), *others = models
-    files = [open_files(resolve(name), options) for _, name, options in (models if second else models[:1])]
+    opened = models if second else models[:1]
+    files = [open_files(resolve(name), options) for _, name, options in opened]
     if second is not None:
         require_comparable(files, by_layer)
     if suite is None:
         by_entry = {"": _windows(model, *files[0], content, window or 0, max_windows)}
-    if not others:
-        with Engine.from_config(name, options) as loaded:
-            return say_perplexity(score(loaded, by_entry[""]), as_json)
+    if len(models) == 1:
+        return _say_perplexity_of(models[0], by_entry[""], as_json)
+    found = _divergences(models, by_entry, files[0][0], by_layer, is_told=not as_json)
+    if as_json:
+        entries = [{"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()]
+        asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
+        print_json(finite({"model": model, **(asked if suite is None else {"suite": suite, "entries": entries})}))
+
+
+def _compared(model: str, second: str | None, baseline: str | None, asked: str | None) -> list[tuple[str, str, str]]:
+    """Return label, name and precision of all that is compared, the baseline first."""
+    first = _named(model, baseline or (None if second else "fp16"))
+    if second is not None:
+        return [first, _named(second, asked)]
+    precisions = dict.fromkeys((first[2], *split_precisions(str(asked or "4bit"))))
+    return [(precision, model, precision) for precision in precisions]
+
+
+def _say_perplexity_of(model: _Model, prompts: ComparedPrompts, as_json: bool) -> None:
+    from flexgen_helm.engine.divergence import score
+    from flexgen_helm.engine.engine import Engine
+
+    _, name, options = model
+    with Engine.from_config(name, options) as loaded:
+        say_perplexity(score(loaded, prompts), as_json)
+
+
+def _divergences(
+    models: Sequence[_Model],
+    by_entry: Mapping[str, ComparedPrompts],
+    checkpoint: Checkpoint,
+    by_layer: bool,
+    is_told: bool,
+) -> dict[str, list[Divergence]]:
+    """Compute the baseline, and then each other model beside its rows.
+
+    is_told: print each divergence as soon as it is there.
+    """
+    from flexgen_helm.engine.divergence import Baseline
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.report.divergence import divergence_between
+
+    (first, name, options), *others = models
     found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
-    base = Baseline([*by_entry.values()], files[0][0].config, options, by_layer, files[0][0].fingerprint)
+    base = Baseline([*by_entry.values()], checkpoint.config, options, by_layer, checkpoint.fingerprint)
     with Engine.from_config(name, base.beside(options)) as loaded:
         base.fill(loaded)
     for label, name, options in others:
         with Engine.from_config(name, base.beside(options)) as loaded:
             parts = base.compare(loaded)
         for (entry, prompts), part in zip(by_entry.items(), parts):
-            divergence = divergence_between(models[0][0], label, _scored(prompts, part), part.layers)
-            found[entry].append(divergence)
-            if not as_json:
+            one = divergence_between(first, label, _scored(prompts, part), part.layers)
+            found[entry].append(one)
+            if is_told:
                 between = "\n" * (sum(map(len, found.values())) > 1)
-                print(between + describe(divergence, entry), flush=True)
+                print(between + describe(one, entry), flush=True)
     base.remove()
-    if as_json and suite is not None:
-        divergences = tuple(EntryDivergence(entry, tuple(divergences)) for entry, divergences in found.items())
-        print_json(finite(asdict(SuiteDivergence(model, suite, divergences))))
-    elif as_json:
-        print_json(finite(asdict(TextDivergence(model, str(text), window or 0, tuple(found[""])))))
+    return found
 
 
 def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
@@ -245,7 +282,8 @@ def describe(found: Divergence, entry: str = "") -> str:
         spread("|log-probability|", found.logprob),
     ]
     if found.layers is not None:
-        from flexgen_helm.report.tables import layers_table, text
-
-        lines.append(text(layers_table(found), 80))
+        names = ["embedding", *(f"layer {number}" for number in range(1, len(found.layers)))]
+        largest = max(found.layers) or 1.0
+        rows = [(name, f"{error:.6f}", "█" * round(20 * error / largest)) for name, error in zip(names, found.layers)]
+        lines.append(table_text(["after", "error", "of the largest"], rows, 80))
     return "\n".join(lines)

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from packaging.requirements import Requirement
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, explain, state_dir
@@ -23,6 +22,9 @@ from flexgen_helm.cli.engine_flags import JsonFlag, complete_model
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import existing_folder, size
 from flexgen_helm.hardware.host_memory import host_memory
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def doctor(
@@ -230,6 +232,8 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
 
 def _requirements() -> dict[str, Requirement]:
     """Return what this installation needs by name, and of its extras what is installed."""
+    from packaging.requirements import Requirement
+
     needed: dict[str, Requirement] = {}
     for need in map(Requirement, metadata.requires("flexgen-helm") or ()):
         is_extra = need.marker is not None and any(need.marker.evaluate({"extra": extra}) for extra in _EXTRAS)

@@ -167,13 +167,6 @@ def to_arguments(options: EngineOptions) -> list[str]:
 # Arguments and flags that several commands have; the engine flags are in `engine_flags`.
 
 
-def _refuse_both(context: typer.Context, value: bool) -> bool:
-    # click has already stored the flag that came first.
-    if value and (context.params.get("as_json") or context.params.get("as_csv")):
-        raise UsageError("--json and --csv exclude each other; leave one of them out")
-    return value
-
-
 def require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a file in a folder that does not exist, before anything is computed."""
     if value is not None and not value.parent.is_dir():
@@ -192,9 +185,7 @@ ModelName = Annotated[
 Revision = Annotated[
     str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of the hub's repository.")
 ]
-# The parameters of a command must be named `as_json` and `as_csv`.
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead.", callback=_refuse_both)]
-CsvFlag = Annotated[bool, typer.Option("--csv", help="Print the table as CSV instead.", callback=_refuse_both)]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON there.", callback=require_folder),
@@ -255,8 +246,8 @@ RayWorkers = Annotated[
     typer.Option(
         "--ray-workers",
         metavar="N",
-        help="Maximum number of workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or "
-        "for each machine of a cluster without GPUs.",
+        help="Maximum number of workers. Ray Data starts as many as the cluster has room for, and "
+        "more when machines join. Default: one for each GPU, or for each machine of a cluster without GPUs.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -265,8 +256,8 @@ RayCores = Annotated[
     typer.Option(
         "--ray-cores",
         metavar="N",
-        help="Cores of each worker, so that several share a machine and its memory. Default: all of a machine, or a "
-        "GPU's share of them.",
+        help="Cores of each worker, so that several share a machine and its memory. Default: all "
+        "of the largest machine, or a GPU's share of them.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_rows
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
+from flexgen_helm.cli.console import output, print_json, print_rows
+from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
 
@@ -26,7 +26,6 @@ def entries(
     ] = False,
     output_path: OutputPath = DEFAULT_OUTPUT,
     as_json: JsonFlag = False,
-    as_csv: CsvFlag = False,
 ) -> None:
     """List run entries that are shipped or need no download: the data each needs, and whether it is here.
 
@@ -43,11 +42,6 @@ def entries(
         raise UsageError(f"no run entry has {pattern!r} in its name; `flexgen-helm entries --all` lists all scenarios")
     if as_json:
         print_json({"entries": rows})
-        return
-    if as_csv:
-        import pandas
-
-        print_csv(pandas.DataFrame(rows))
         return
     from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
     from flexgen_helm.runs.data import VARIABLE

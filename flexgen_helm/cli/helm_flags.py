@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,14 +25,13 @@ from flexgen_helm.cli.engine_flags import (
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, listed
 
-_PANEL, _RARE_PANEL = "HELM", "HELM, rarely needed"
-
 
 class HelmFlag(NamedTuple):
     """A flag of HELM's parser.
 
     spelling: its names, as help shows them
     metavar: placeholder of the value; None for a switch
+    help: empty for one that is not shown
     nargs, type: as of argparse
     """
 
@@ -43,14 +41,12 @@ class HelmFlag(NamedTuple):
     example: str = ""
     nargs: str | None = None
     type: type = str
-    panel: str = _PANEL
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.spelling.split(", "))
 
 
-_RARE = partial(HelmFlag, panel=_RARE_PANEL)
 HELM_FLAGS: tuple[HelmFlag, ...] = (
     HelmFlag(
         "-r, --run-entries",
@@ -84,18 +80,17 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
     HelmFlag("--exit-on-error", None, "Stop at the first run that fails."),
     HelmFlag("--disable-cache", None, "Reuse no stored answers."),
     HelmFlag("--local-path", "DIR", "Folder of HELM's deployments and caches. Default: prod_env.", "my_env"),
-    _RARE("--plugins", "MODULE…", "Modules or paths that register scenarios.", "my_scenarios", "+"),
-    _RARE("--log-config", "FILE", "YAML file that configures HELM's log.", "log.yaml"),
-    _RARE("--cache-instances", None, "Keep each scenario's instances on disk, and reuse them."),
-    _RARE("--cache-instances-only", None, "Keep the instances, and evaluate nothing."),
-    _RARE("--skip-instances", None, "Make no instances, only read the entries."),
-    _RARE("--runner-class-name", "CLASS", "Class that takes the place of HELM's runner.", "my_module.MyRunner"),
-    _RARE("--server-url", "URL", "HELM's proxy server, which then answers.", "http://localhost:1959"),
-    _RARE("--api-key-path", "FILE", "Key of that server.", "proxy_api_key.txt"),
-    _RARE("--mongo-uri", "URI", "MongoDB of HELM's request cache.", "mongodb://localhost/helm"),
-    _RARE("--enable-huggingface-models", "REPO…", "Models of HELM's Hugging Face client.", "openai/gpt2", "+"),
-    _RARE("--enable-local-huggingface-models", "DIR…", "The same from folders.", "models/mine", "+"),
-    _RARE("--run-specs", "ENTRY…", "HELM's former name of -r.", "ENTRY", "*"),
+    # Passed on and not shown: `helm-run --help` has them.
+    *(
+        HelmFlag(name, "VALUE", "", nargs=nargs)
+        for nargs, names in (
+            (None, "log-config runner-class-name server-url api-key-path mongo-uri"),
+            ("+", "plugins enable-huggingface-models enable-local-huggingface-models"),
+            ("*", "run-specs"),
+        )
+        for name in map("--{}".format, names.split())
+    ),
+    *(HelmFlag(f"--{name}", None, "") for name in ("cache-instances", "cache-instances-only", "skip-instances")),
 )
 
 
@@ -166,34 +161,33 @@ def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: boo
 
 
 def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
-    example = flag.example if flag.panel == _RARE_PANEL else f"{flag.names[0]} {flag.example}"
+    example = f" Example: {flag.names[0]} {flag.example}" if flag.example else ""
     settings = typer.Option(
         *flag.names,
         metavar=flag.metavar,
-        help=f"{flag.help} Example: {example}" if flag.example else flag.help,
-        rich_help_panel=flag.panel,
+        help=flag.help + example,
+        rich_help_panel="HELM",
         autocompletion=complete_helm_models if flag.metavar == "MODEL…" else None,
     )
     return flag_parameter(name, settings, is_switch=flag.metavar is None)
 
 
 _PARAMETERS = {
-    name: _parameter(name, flag) for flag in HELM_FLAGS for name in ["helm" + flag.names[-1].replace("-", "_")]
+    name: _parameter(name, flag)
+    for flag in HELM_FLAGS
+    if flag.help
+    for name in ["helm" + flag.names[-1].replace("-", "_")]
 }
 
 
 def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags of helm-run to the parameters of `run`. They are never parsed here (see `RunCommand`)."""
-    common, rare = (
-        [parameter for flag, parameter in zip(HELM_FLAGS, _PARAMETERS.values()) if flag.panel == panel]
-        for panel in (_PANEL, _RARE_PANEL)
-    )
+    """Add the flags of helm-run to the parameters of `run`. They are never parsed here."""
 
     def wrapper(**values: Any) -> None:
         command(**{name: value for name, value in values.items() if name not in _PARAMETERS})
 
-    # Panels come in this order.
-    return with_parameters(command, wrapper, [*common, *inspect.signature(command).parameters.values(), *rare])
+    own = inspect.signature(command).parameters.values()
+    return with_parameters(command, wrapper, [*_PARAMETERS.values(), *own])
 
 
 class RunCommand(Command):

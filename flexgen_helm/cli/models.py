@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_rows, say
-from flexgen_helm.cli.engine_flags import CsvFlag, JsonFlag, ModelName, Revision, complete_model
+from flexgen_helm.cli.console import output, print_json, print_rows, say
+from flexgen_helm.cli.engine_flags import JsonFlag, ModelName, Revision, complete_model
 from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 
@@ -66,7 +66,6 @@ def models(
         typer.Argument(help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."),
     ] = None,
     as_json: JsonFlag = False,
-    as_csv: CsvFlag = False,
 ) -> None:
     """List the models that have a name: their sizes, whether they are here, and what fits on this machine.
 
@@ -86,11 +85,6 @@ def models(
         raise UnknownModelError(f"no model has {pattern!r} in its name, architecture or repository; {question}")
     if as_json:
         print_json({"counted_bytes": machine.limits, "models": [asdict(row) for row in rows]})
-        return
-    if as_csv:
-        import pandas
-
-        print_csv(pandas.json_normalize(list(map(asdict, rows)), sep="_"))
         return
     _print_rows(rows)
     free = f"{size(machine.limits['cpu'])} of memory and {size(machine.limits['disk'])} of disk"

@@ -19,7 +19,6 @@ from flexgen_helm.cli.console import (
 )
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
-    CsvFlag,
     Hours,
     JsonFlag,
     OutFile,
@@ -29,7 +28,7 @@ from flexgen_helm.cli.engine_flags import (
     complete_model,
     to_arguments,
 )
-from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, profile_for, range_text
+from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
@@ -41,18 +40,7 @@ if TYPE_CHECKING:
     from flexgen_helm.planner.plan import Plan
 
 
-_COST_LABELS = {
-    "products": "matrix products",
-    "convert": "converting weights",
-    "attention": "attention",
-    "host_attention": "attention on the CPU",
-    "to_gpu": "copies to the GPU",
-    "to_cpu": "copies from the GPU",
-    "disk_read": "reading the disk",
-    "disk_write": "writing the disk",
-}
 _TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
-_PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
 _KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
 # Shares that are placed further from the policy's than this are mentioned.
 _NOTABLE_SHARE = 0.02
@@ -60,66 +48,66 @@ _NOTABLE_SHARE = 0.02
 _RUN_ENTRY = "simple_mcqa:model="
 
 
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are needed.",
+        autocompletion=complete_model,
+    ),
+]
+_Hardware = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Machine to plan for: measured (this one), the name of a shipped one such as t4 or h100, or a file "
+        "that `flexgen-helm profile -o` wrote.",
+        autocompletion=complete_hardware,
+    ),
+]
+_NumSeqs = Annotated[
+    int | None, typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full.")
+]
+_Stages = Annotated[int, typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline.")]
+_ConfPaths = Annotated[
+    list[Path] | None,
+    typer.Option("--conf-paths", "-c", metavar="FILE", help="Instead of lengths: a file of run entries, as of run."),
+]
+_RunEntries = Annotated[
+    list[str] | None, typer.Option("--run-entries", "-r", metavar="ENTRY", help="The same: one run entry.")
+]
+_Instances = Annotated[
+    int | None,
+    typer.Option(
+        "--max-eval-instances",
+        "-m",
+        min=1,
+        metavar="N",
+        help="With -c: maximum instances of an entry. Default: that of the suite's prompts.",
+    ),
+]
+_Suite = Annotated[
+    str | None, typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made.")
+]
+
+
 def plan(
     engine: EngineOptions,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are needed.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
+    model: _Model = None,
     prompt_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")] = None,
-    gen_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each prompt.")] = None,
-    num_seqs: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full.")
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Machine to plan for: measured (this one), the name of a shipped one such as t4 or h100, or a file "
-            "that `flexgen-helm profile -o` wrote.",
-            autocompletion=complete_hardware,
-        ),
-    ] = "measured",
-    stages: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline.")
-    ] = 1,
-    conf_paths: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--conf-paths", "-c", metavar="FILE", help="Instead of lengths: a file of run entries, as run takes it."
-        ),
-    ] = None,
-    run_entries: Annotated[
-        list[str] | None, typer.Option("--run-entries", "-r", metavar="ENTRY", help="The same: one run entry.")
-    ] = None,
-    max_eval_instances: Annotated[
-        int | None,
-        typer.Option(
-            "--max-eval-instances",
-            "-m",
-            min=1,
-            metavar="N",
-            help="With -c: maximum instances of an entry. Default: that of the suite's prompts.",
-        ),
-    ] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made."),
-    ] = None,
+    gen_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each.")] = None,
+    num_seqs: _NumSeqs = None,
+    hardware: _Hardware = "measured",
+    stages: _Stages = 1,
+    conf_paths: _ConfPaths = None,
+    run_entries: _RunEntries = None,
+    max_eval_instances: _Instances = None,
+    suite: _Suite = None,
     output_path: OutputPath = DEFAULT_OUTPUT,
     until: UntilTime = None,
     hours: Hours = None,
-    from_csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Instead: compare a table of measured throughputs with predictions."),
-    ] = None,
     as_json: JsonFlag = False,
-    as_csv: CsvFlag = False,
 ) -> None:
     """Predict how fast a model runs on a machine, and which policy makes it fastest.
 
@@ -134,25 +122,12 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
-    has_entries = bool(conf_paths or run_entries)
-    lengths = [value is not None for value in (prompt_len, gen_len, num_seqs)]
-    if not has_entries and any(value is not None for value in (max_eval_instances, suite, until, hours)):
-        raise UsageError("-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY")
-    if from_csv is not None:
-        if not set(engine) <= {"offload_dir"} or any((model, *lengths, stages > 1, has_entries)):
-            raise UsageError(
-                "--from-csv says for each row what to evaluate; leave out all but --hardware, --offload-dir, --json "
-                "and --csv"
-            )
-        from flexgen_helm.benchmarks.paper.tables import print_csv_evaluated
-
-        print_csv_evaluated(from_csv, profile_for(EngineConfig(**engine), hardware), as_json, as_csv)
-        return
-    asked = Asked(engine, model or "", hardware, stages, as_json, as_csv)
-    if has_entries:
+    lengths, of_suite = (prompt_len, gen_len, num_seqs), (max_eval_instances, suite, until, hours)
+    asked = Asked(engine, model or "", hardware, stages, as_json)
+    if conf_paths or run_entries:
         from flexgen_helm.cli.plan_suite import AskedSuite, print_suite
 
-        if any(lengths):
+        if any(value is not None for value in lengths):
             raise UsageError("run entries have their own lengths; leave out what is about lengths")
         if model is None:
             raise UsageError("plan needs --model; the models that the run entries name are not read")
@@ -160,12 +135,16 @@ def plan(
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         given = conf_paths or (), run_entries or (), max_eval_instances
-        print_suite(asked, AskedSuite(*given, output_path, suite), until, hours)
-        return
+        return print_suite(asked, AskedSuite(*given, output_path, suite), until, hours)
+    if any(value is not None for value in of_suite):
+        raise UsageError("-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY")
     if model is None or prompt_len is None or gen_len is None:
-        raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
-    if as_csv:
-        raise UsageError("--csv is for tables; add -c or --from-csv, or take --json")
+        raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE")
+    _plan_lengths(asked, prompt_len, gen_len, num_seqs)
+
+
+def _plan_lengths(asked: Asked, prompt_len: int, gen_len: int, num_seqs: int | None) -> None:
+    """Plan sequences of equal lengths, and print what was found."""
     _check_search(asked.config, gen_len)
     problem = problem_for(asked, prompt_len, gen_len, num_seqs)
     from flexgen_helm.planner.plan import make_plan, search_precisions
@@ -174,10 +153,10 @@ def plan(
     made = make_plan(problem, policy=policy, schedule=schedule, max_latency=max_latency)
     command = _run_command(asked, made)
     by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
-    if as_json:
+    if asked.as_json:
         print_json(
             {
-                "model": model,
+                "model": asked.model,
                 "hardware": problem.hardware.name,
                 **made.to_json(),
                 "precisions": {name: found and found.to_json()["predicted"] for name, found in by_precision.items()},
@@ -185,7 +164,7 @@ def plan(
             }
         )
     else:
-        _print_plan(made, model, by_precision, command)
+        _print_plan(made, asked.model, by_precision, command)
 
 
 def _check_search(config: EngineConfig, gen_len: int) -> None:
@@ -248,7 +227,6 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
         console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
     if prediction.feasible:
-        _print_seconds(made)
         console.print(made.why)
         console.print(f"When it is interrupted: {stop_costs(_stop_s(made))}.")
         console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
@@ -299,26 +277,12 @@ def _print_placement(made: Plan) -> None:
     print_rows([*columns], [*zip(*columns.values())])
 
 
-def _print_seconds(made: Plan) -> None:
-    """Print the seconds of a block by resource and phase."""
-    import pandas
-
-    prediction = made.solution.prediction
-    seconds = pandas.DataFrame(prediction.seconds).reindex(list(_COST_LABELS)).fillna(0.0)
-    seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
-    seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
-    seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)].map("{:,.1f}".format)
-    seconds = seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
-    print_rows([*seconds], seconds.to_numpy().tolist())
-
-
 def profile(
     out: OutFile = None,
     offload_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
     ] = None,
-    cached: Annotated[bool, typer.Option("--cached", help="Print the stored measurement if it still holds.")] = False,
 ) -> None:
     """Measure this machine for `plan` and --policy auto. Close other programs first.
 
@@ -326,7 +290,7 @@ def profile(
     """
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    measured = measured_profile(folder=offload_dir, fresh=not cached).to_json()
+    measured = measured_profile(folder=offload_dir, fresh=True).to_json()
     print_json(measured)
     if out is not None:
         write_json(out, measured)

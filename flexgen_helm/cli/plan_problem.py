@@ -35,7 +35,6 @@ class Asked:
     hardware: str
     stages: int
     as_json: bool
-    as_csv: bool
 
     @cached_property
     def config(self) -> EngineConfig:
@@ -110,12 +109,17 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
     memory = problem.limits["gpu"] + problem.limits["cpu"]
     if asked.hardware != "measured" or (config.fixed_policy is None and problem.stored_bytes <= memory):
         return problem  # and PyTorch, which opens weights, is not imported
+    return _beside_weights(problem, asked)
+
+
+def _beside_weights(problem: PlanningProblem, asked: Asked) -> PlanningProblem:
+    """Return the problem with room for weights of the model that this machine's disk has already."""
     from flexgen_helm.checkpoint.names import resolve
     from flexgen_helm.offload.matrices import bytes_at_rest
 
-    # This machine's disk may have weights of the model already.
+    config = asked.config
     at_rest = bytes_at_rest(
-        resolve(model),
+        resolve(asked.model),
         problem.precision,
         _offload_folder(config),
         config.limits.disk is None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.cli.console import output, print_command, print_csv, print_json, print_rows, print_table
+from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
 from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
 from flexgen_helm.errors import UsageError
@@ -113,7 +113,7 @@ def print_suite(asked: Asked, suite: AskedSuite, until: str | None, hours: float
     device = "cpu" if problem.compute_tier == "cpu" else "cuda"
     reader = PromptReader(problem.config, device, problem.precision.cache)
     workloads = [reader.workload(entry, file, most_instances, remedy) for entry, file in files.items()]
-    planned = plan_suite(problem, workloads, asked.compares and not asked.as_csv)
+    planned = plan_suite(problem, workloads, asked.compares)
     left_s = seconds_left(until, hours)
     sample = _sample(planned, left_s or _NIGHT_S)
     flags += [] if left_s is None else ["--until", until] if until else ["--hours", f"{hours:g}"]
@@ -122,13 +122,6 @@ def print_suite(asked: Asked, suite: AskedSuite, until: str | None, hours: float
     if asked.as_json:
         named = {"model": asked.model, "hardware": problem.hardware.name, "precision": problem.precision.name}
         print_json({**named, **planned.to_json(), "sample": sample, "commands": [*map(shlex.join, commands)]})
-    elif asked.as_csv:
-        import pandas
-
-        rows = pandas.DataFrame(planned.to_json()["scenarios"])
-        rows["entries"] = [" ".join(entries) for entries in rows["entries"]]
-        rows[["low_s", "high_s"]] = rows.pop("range").tolist()
-        print_csv(rows)
     else:
         _print(planned, asked.model, commands)
         shares = f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
@@ -198,9 +191,9 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
     else:
         longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
         console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.made.why}")
-    for command in commands[:1]:
-        more = f"; --json has all {len(commands)} commands" if len(commands) > 1 else ""
-        console.print(f"To run it{', the longest first' if more else ''}{more}:")
+    if commands:
+        console.print(f"To run it{', the longest first' * (len(commands) > 1)}:")
+    for command in commands:
         print_command(command)
 
 

@@ -69,9 +69,10 @@ def run(
 ) -> None:
     """Run HELM's evaluations with models that need not fit into memory.
 
-    All flags of helm-run are accepted. The requests of all runs are computed in one block a model. Interrupted, the
-    same command continues where it stopped. The engine flags override the deployment file; --precision may
-    name several, with commas between, for `flexgen-helm compare`.
+    All flags of helm-run are accepted (`helm-run --help` has those that are rarely needed). The
+    requests of all runs are computed in one block a model. Interrupted, the same command continues
+    where it stopped. The engine flags override the deployment file; --precision may name several,
+    with commas between, for `flexgen-helm compare`.
 
     Example:
       flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\

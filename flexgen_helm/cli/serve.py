@@ -8,7 +8,7 @@ import socket
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,10 @@ from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import count, spelled_duration
 from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
+
+if TYPE_CHECKING:
+    from flexgen_helm.service.models import ModelArguments, ModelReader
+    from flexgen_helm.service.service import Service
 
 KEY_VARIABLE = "FLEXGEN_HELM_SERVE_KEY"
 _MIN_KEY_CHARACTERS = 16
@@ -66,23 +70,17 @@ def serve(
             f"or set {KEY_VARIABLE}"
         )
     listener = _listener(host, port)
-    from flexgen_helm.request import GenerationRequest
     from flexgen_helm.service import process
     from flexgen_helm.service.loaders import EngineLoader
     from flexgen_helm.service.models import ModelReader, model_arguments
-    from flexgen_helm.service.service import KeyedRequest, Service, request_key
+    from flexgen_helm.service.service import Service
 
     arguments, reader, service = model_arguments(model, engine), ModelReader("serve"), Service(EngineLoader())
     atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
     name = served_model_name or model
     try:
         with Screen():
-            tokenizer = reader.encoder(arguments).tokenizer
-            # Shows what is wrong with the model before a client does.
-            first = GenerationRequest(prompt_token_ids=(tokenizer.first_id or 0,), max_tokens=1)
-            answer = service.respond(arguments, KeyedRequest(first, request_key(first)), use_cache=False)
-            if answer.result.error is not None:
-                raise answer.result.error
+            _answer_one(service, arguments, reader)
         server = OpenAIServer(service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say)
         listener.listen(1024)
         host, port = listener.getsockname()[:2]
@@ -96,6 +94,18 @@ def serve(
     finally:
         listener.close()
         service.close()
+
+
+def _answer_one(service: Service, model: ModelArguments, reader: ModelReader) -> None:
+    """Show what is wrong with the model before a client does."""
+    from flexgen_helm.request import GenerationRequest
+    from flexgen_helm.service.service import KeyedRequest, request_key
+
+    token = reader.encoder(model).tokenizer.first_id or 0
+    first = GenerationRequest(prompt_token_ids=(token,), max_tokens=1)
+    answer = service.respond(model, KeyedRequest(first, request_key(first)), use_cache=False)
+    if answer.result.error is not None:
+        raise answer.result.error
 
 
 def _tell(event: Event) -> None:

@@ -64,36 +64,42 @@ TRANSFORMERS_TOLERANCE = 1e-3
 # What of a record decides bits, beside the fingerprint.
 _KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
+# A bound above it says little.
+_LITTLE = 0.2
 # Sentences that are shown on scores.
 _SHOWN = 5
 
 
+_Answers = Annotated[
+    str, typer.Argument(metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle.")
+]
+_Requests = Annotated[Path | None, typer.Option(metavar="IN.jsonl", help="What FILE answers, of flexgen-helm batch.")]
+_Sample = Annotated[
+    str | None, typer.Option(metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all.")
+]
+_Reference = Annotated[
+    Literal["transformers"] | None,
+    typer.Option("--with", metavar="transformers", help="Compare with plain transformers, in float32."),
+]
+_Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The model as it is named here.", autocompletion=complete_model)
+]
+_Bundle = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.jsonl.zst", help="Write the sample for others to check.", callback=require_folder),
+]
+
+
 def verify(
-    suite: Annotated[
-        str, typer.Argument(metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle.")
-    ],
+    suite: _Answers,
     engine: EngineOptions,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    requests: Annotated[
-        Path | None, typer.Option(metavar="IN.jsonl", help="What FILE answers, of flexgen-helm batch.")
-    ] = None,
-    sample: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all."),
-    ] = None,
+    requests: _Requests = None,
+    sample: _Sample = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Which answers are drawn.")] = 0,
-    reference: Annotated[
-        Literal["transformers"] | None,
-        typer.Option("--with", metavar="transformers", help="Compare with plain transformers, in float32."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The model as it is named here.", autocompletion=complete_model),
-    ] = None,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl.zst", help="Write the sample for others to check.", callback=require_folder),
-    ] = None,
+    reference: _Reference = None,
+    model: _Model = None,
+    bundle: _Bundle = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compute scores from the answers of a suite or file again, and a random part of the answers, and compare.
@@ -397,4 +403,5 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_b
         return "; ".join([*parts, f"if drawn at random, with 95 % confidence at most {share_above(bound)} differ"])
     if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
-    return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ"])
+    few = "; --sample 100% checks all" if bound > _LITTLE else ""
+    return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ{few}"])

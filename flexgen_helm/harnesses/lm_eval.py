@@ -46,7 +46,7 @@ from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import question, read_object
-from flexgen_helm.report.verification import Recorded, RecordedAnswer, ScoreCheck, disagreements
+from flexgen_helm.report.verification import Recorded, RecordedAnswer, ScoreCheck, disagreements, one_line
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
@@ -149,12 +149,13 @@ def run_command(arguments: Sequence[str]) -> None:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know
         raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
-    except (ConnectionError, FileNotFoundError) as error:
-        if not any("/datasets/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)):
+    except OSError as error:
+        if (missing := _not_downloaded(error)) is None:
             raise
         raise UsageError(
-            f"a task's data is not here and could not be downloaded ({str(error).partition('. ')[0]}); run it once "
-            "where there is a network, copy the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
+            f"{missing} is not here and could not be downloaded ({one_line(error).partition('. ')[0]}); run it "
+            "once where there is a network, copy the Hugging Face cache, and set HF_HUB_OFFLINE=1 "
+            "(docs/how-to/offline.md)"
         ) from error
     except IndexError as error:  # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -165,6 +166,15 @@ def run_command(arguments: Sequence[str]) -> None:
             f"the first document of {task} has an empty choice, which has no score; correct the task's doc_to_choice, "
             "or leave that document out"
         ) from error
+
+
+def _not_downloaded(error: OSError) -> str | None:
+    """Return what a library could not download; None for an error of the system."""
+    if error.errno is not None and not isinstance(error, ConnectionError | FileNotFoundError):
+        return None
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    known = {"/datasets/": "a task's data", "/transformers/": "the model"}
+    return next((what for part, what in known.items() if any(part in file for file in files)), None)
 
 
 class FlexgenLM(TemplateLM):

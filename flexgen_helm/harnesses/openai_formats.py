@@ -66,6 +66,7 @@ def error_body(error: Exception) -> Json:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
+_Values = Mapping[str, tuple[Any, ...]]
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
 
@@ -196,28 +197,40 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
         given["max_tokens"] = None  # left out, it is 16 for a completion
     streaming = () if may_stream else ("stream", "stream_options")
     known = [name for name in kind.model_fields if name not in streaming]
-    for name in [name for name in given if name not in known]:
-        if name not in _NEUTRAL:
-            meant = question(name, known)
-            raise ApiError(f"{_short(name)} is not supported by {url}; {meant}known are {', '.join(known)}", name[:60])
-        if not _is_one(value := given.pop(name), _NEUTRAL[name]):
-            raise ApiError(f"{name} is {_short(value)}, which is not supported; leave it out", name)
+    _drop_neutral(given, known, {**_NEUTRAL, **_NEUTRAL_OF[url]}, url)
     if kind is AskedChat:
         given["messages"] = _messages(given.get("messages"))
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-        name = str(wrong[0]["loc"][0])
+        name, code = str(wrong[0]["loc"][0]), _CODES.get(wrong[-1]["type"], "invalid_type")
         if any(detail["type"] == "string_unicode" for detail in wrong):
-            raise ApiError(f"{name} is not valid Unicode", name) from None
-        expected = kind.model_fields[name].description
-        raise ApiError(f"{name} is {_short(given.get(name))}; it must be {expected}", name) from None
+            raise ApiError(f"{name} is not valid Unicode", name, "invalid_value") from None
+        expected, shown = kind.model_fields[name].description, _short(given.get(name))
+        if kind.model_fields[name].annotation is float:
+            code = code.replace("integer", "decimal")
+        raise ApiError(f"{name} is {shown}; it must be {expected}", name, code) from None
     if given.get("best_of", asked.n) != asked.n:
-        raise ApiError(f"best_of is {given['best_of']}, which is not supported beyond n; leave it out", "best_of")
+        more = f"best_of is {given['best_of']}, which is not supported beyond n; leave it out"
+        raise ApiError(more, "best_of", "unsupported_value")
     if given.get("top_logprobs") and not given.get("logprobs"):
-        raise ApiError("top_logprobs needs logprobs", "top_logprobs")
+        raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
     return asked
+
+
+def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str) -> None:
+    """Remove fields that change nothing. Raises `ApiError` for others that are not known."""
+    for name in [name for name in given if name not in known]:
+        if name not in neutral and name not in _IDENTIFIERS:
+            meant = f"{question(name, known)}known are {', '.join(known)}"
+            text = f"{_short(name)} is not supported by {url}; {meant}"
+            raise ApiError(text, name[:60], "unknown_parameter")
+        value = given.pop(name)
+        is_neutral = isinstance(value, str) if name in _IDENTIFIERS else _is_one(value, neutral[name])
+        if not is_neutral:
+            text = f"{name} is {_short(value)}, which is not supported; leave it out"
+            raise ApiError(text, name, "unsupported_value")
 
 
 def to_requests(
@@ -404,13 +417,15 @@ def _short(value: Any) -> str:
     return repr(value)[:60].encode("ascii", "backslashreplace").decode()
 
 
-_Values = Mapping[str, tuple[Any, ...]]
 # By which clients leave a field out.
 _NONE: _Values = {"seed": (-1,), "max_tokens": (-1,), "max_completion_tokens": (-1,), "logprobs": (False,)}
 # What changes nothing at these values, and is refused at others.
 _NEUTRAL: _Values = {
-    **dict.fromkeys(("stream", "store", "use_beam_search", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    # What vLLM takes where they are left out.
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
@@ -421,6 +436,25 @@ _NEUTRAL: _Values = {
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+    "verbosity": ("medium",),
+}
+_NEUTRAL_OF: Mapping[str, _Values] = {
+    "/v1/completions": {"add_special_tokens": (True,)},
+    "/v1/chat/completions": {
+        **dict.fromkeys(("add_special_tokens", "continue_final_message", "echo"), (False,)),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
+        "best_of": (1,),
+        "chat_template_content_format": ("auto",),
+    },
+}
+# Texts by which services tell their users and requests apart.
+_IDENTIFIERS = ("prompt_cache_key", "request_id", "safety_identifier")
+# OpenAI's codes by pydantic's types of errors; for all others the type is wrong.
+_CODES = {
+    "greater_than_equal": "integer_below_min_value",
+    "less_than_equal": "integer_above_max_value",
+    "missing": "missing_required_parameter",
+    **dict.fromkeys(("string_too_short", "too_short", "too_long", "literal_error"), "invalid_value"),
 }
 # Keys of messages: answers are sent back with all that they came with.
 _NEUTRAL_KEYS: _Values = {
@@ -437,19 +471,24 @@ def _is_one(value: Any, values: tuple[Any, ...] | None) -> bool:
 
 def _messages(messages: Any) -> list[Json]:
     if not isinstance(messages, list) or not messages:
-        raise ApiError(f"messages is {_short(messages)}; it must be a list of at least one message", "messages")
+        text = f"messages is {_short(messages)}; it must be a list of at least one message"
+        code = "missing_required_parameter" if messages is None else "invalid_type"
+        raise ApiError(text, "messages", code)
     cleaned = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ApiError(f"messages.{index} is {_short(message)}; it must be an object", "messages")
+            text = f"messages.{index} is {_short(message)}; it must be an object"
+            raise ApiError(text, "messages", "invalid_type")
         message = {
             name: value
             for name, value in message.items()
             if value is not None and not _is_one(value, _NEUTRAL_KEYS.get(name))
         }
         if unknown := sorted(set(message) - {"role", "content", "name"}):
-            raise ApiError(f"messages.{index} has {_short(unknown[0])}, which is not supported", "messages")
+            text = f"messages.{index} has {_short(unknown[0])}, which is not supported"
+            raise ApiError(text, "messages", "unknown_parameter")
         if "content" not in message:
-            raise ApiError(f"messages.{index} has no content", "messages")
+            text = f"messages.{index} has no content"
+            raise ApiError(text, "messages", "missing_required_parameter")
         cleaned.append(message)
     return cleaned

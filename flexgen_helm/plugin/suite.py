@@ -33,7 +33,6 @@ from helm.benchmark.runner import Runner, RunnerError
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
-from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
@@ -42,13 +41,13 @@ from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
 from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
 from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
-from flexgen_helm.plugin.usage import BLOCKS_FILE, HelmRun, keep_blocks, suite_usage, write_json
+from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage, write_json
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import versions
+from flexgen_helm.report.throughput import add_blocks, versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
 from flexgen_helm.service.models import ModelArguments
@@ -196,8 +195,7 @@ class Suite:
         self._share = 1.0  # of the sample that is scored
         self._baseline = ""  # of the comparison that ends the suite
         self._look: float | None = None  # by how much it grew since the last look
-        self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
-        self._kept_blocks: dict[str, dict[str, Any]] = {}  # the same, with those of this call
+        self._computed: dict[str, dict[str, Any]] = {}  # fingerprint -> what its blocks took together
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
 
@@ -218,7 +216,6 @@ class Suite:
             self._blocks.clear()
             if self.executed:
                 write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
-                (self._folders[0].parent / BLOCKS_FILE).unlink(missing_ok=True)
 
     # What the patches of HELM call
 
@@ -269,7 +266,6 @@ class Suite:
         models = [model for spec in run_specs if (model := helm_patches.model_of(spec.adapter_spec)) is not None]
         self._baseline = _baseline(models) if self.margin is not None else ""
         started = time.monotonic()
-        self._left_blocks = read_object(Path(runner.runs_path) / BLOCKS_FILE)
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
         if self.until is None or not submissions:
@@ -295,7 +291,8 @@ class Suite:
             for block in blocks.values():
                 block.close()
             raise TimeoutError
-        self._kept_blocks = keep_blocks(self._folders[0].parent, service, list(blocks.values()))
+        for key, took in computed_blocks(service, blocks.values()).items():
+            self._computed[key] = add_blocks(self._computed.get(key, {}), took)
         errors = {name: block.error() for name, block in blocks.items()}
         self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
         loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]
@@ -430,8 +427,8 @@ class Suite:
                     block.close()
 
     def add(self, run: HelmRun) -> None:
-        # Perhaps a call computed it that was killed before it wrote the suite's totals.
-        run.block = (self._kept_blocks if run.block else self._left_blocks).get(run.fingerprint or "", {})
+        if run.block:
+            run.block = self._computed.get(run.fingerprint or "", {})
         self.executed.append(run)
 
     # What is left of it
@@ -441,7 +438,7 @@ class Suite:
         now = time.monotonic()
         tried = [folder.name for folder in self._folders]
         return {
-            **suite_usage(self._folders[0].parent, self.executed, tried, self.failures),
+            **suite_usage(self._folders[0].parent, tried, self.failures),
             "wall_s": {"total": now - started, **self._stages, "finish": now - self._generated_at},
             "versions": versions(),
         }

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,13 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.plugin.convert import HelmRequest
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import add_blocks, throughput, versions
+from flexgen_helm.report.throughput import BLOCK_KEYS, suite_totals, throughput, versions
 from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
 
 RUN_FILE = "flexgen_run.json"
-# The blocks of a call in progress, until their sums are in the suite's file.
-BLOCKS_FILE = "flexgen_blocks.json"
-# What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing was computed here.
-_BLOCK_KEYS = (
-    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
-    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
-    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
-    "finished_at",
-)  # fmt: skip
-_COUNTS = ("num_requests", "num_unique")
 # What of a request state is not known before it is answered.
 ANSWER = ("result", "annotations")
 
@@ -100,7 +90,8 @@ class HelmRun:
         return any(is_unfinished(completion, thinking) for completion in response.result.completions)
 
     def usage(self) -> dict[str, Any]:
-        return runs_usage([self])
+        costs = {key: response.result.cost for key, response in self.responses.items()}
+        return requests_usage(self.keys, costs)
 
     def wall_s(self) -> dict[str, float]:
         """Return the seconds of each stage so far.
@@ -146,7 +137,7 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
+        write_json(path, {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
 
 
 def asked(states: Iterable[RequestState]) -> Iterator[str]:
@@ -201,115 +192,26 @@ def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[
     return usage
 
 
-def runs_usage(runs: Sequence[HelmRun]) -> dict[str, Any]:
-    """Return the usage of several runs; a request that occurs in two of them was computed once."""
-    keys = [(run.model.engine_key, key) for run in runs for key in run.keys]
-    costs = {
-        (run.model.engine_key, key): response.result.cost for run in runs for key, response in run.responses.items()
-    }
-    return requests_usage(keys, costs)
-
-
-def add_usage(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the usage of several parts together."""
-    usage = throughput([_as_cost(part) for part in parts], sum(part["latency_s"] for part in parts))
-    counts = {name: sum(part["workload"][name] for part in parts) for name in _COUNTS}
-    usage["workload"] = {**counts, **usage["workload"]}
-    return usage
-
-
-def _as_cost(usage: Mapping[str, Any]) -> Cost:
-    workload = {name: value for name, value in usage["workload"].items() if name not in _COUNTS}
-    names = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
-    return Cost(**workload, **{name: usage[name] for name in names})
-
-
-def suite_usage(
-    folder: Path, executed: Sequence[HelmRun], tried: Collection[str], failed: Collection[str]
-) -> dict[str, Any]:
-    """Return `runs`, `failed`, `totals` and `models` of the suite in `folder` after one more call.
-
-    HELM users run a suite in pieces, and repeat commands whose results are all there, so the usage of this call is
-    added to that of earlier calls. A model without a run in this call keeps its usage. Runs that share a request
-    count it once if one call had both.
-
-    executed: runs of this call, as far as HELM executed them. tried, failed: names of runs of this call.
-    """
-    try:
-        return _suite_usage(folder, read_object(folder / SUITE_FILE), executed, tried, failed)
-    except (AttributeError, KeyError, TypeError):  # the files of earlier calls are not as this version writes them
-        return _suite_usage(folder, {}, executed, tried, failed)
-
-
-def _suite_usage(
-    folder: Path,
-    before: Mapping[str, Any],
-    executed: Sequence[HelmRun],
-    tried: Collection[str],
-    failed: Collection[str],
-) -> dict[str, Any]:
-    names = [run.name for run in executed]
-    earlier = [read_object(folder / name / RUN_FILE) for name in before.get("runs", ()) if name not in names]
-    earlier = [run for run in earlier if "workload" in run]
-    models = dict(before.get("models", {}))
-    for name in dict.fromkeys(run.model.name for run in executed):
-        of_model = [run for run in executed if run.model.name == name]
-        earlier_of_model = [run for run in earlier if run.get("model") == name]
-        new = [run for run in of_model if run.name not in before.get("runs", ())]
-        models[name] = _model_usage(models.get(name, {}), earlier_of_model, of_model, new)
-    return {
-        "runs": list(dict.fromkeys([*before.get("runs", ()), *names])),
-        "failed": sorted(({*before.get("failed", ())} - {*tried}) | {*failed}),
-        "totals": add_usage([runs_usage(executed), *earlier]),
-        "models": models,
-    }
-
-
-def _model_usage(
-    before: Mapping[str, Any],
-    earlier: Sequence[Mapping[str, Any]],
-    executed: Sequence[HelmRun],
-    new: Sequence[HelmRun],
-) -> dict[str, Any]:
-    """Add up one model's usage.
-
-    before: its usage so far. earlier: files of its runs that this call did not execute. executed: runs of this call.
-    new: those of them that no earlier call executed.
-    """
-    fingerprint = executed[-1].fingerprint
-    if before.get("fingerprint") != fingerprint:  # the name meant other weights
-        before = {}
-    earlier = [run for run in earlier if run.get("fingerprint") == fingerprint]
-    blocks = list({id(run.block): run.block for run in executed if run.block}.values())
-    decisions = [run.chat_template for run in executed if run.chat_template is not None]
-    chat_template = decisions[-1] if decisions else before.get("chat_template")
-    if not blocks and "workload" in before:  # nothing was computed, so what was, and its work, stay as they were
-        work = add_usage([before, runs_usage(new)]) if new else {}
-        return {**before, "chat_template": chat_template, **work}
-    nothing: dict[str, Any] = {}
-    block = reduce(add_blocks, blocks, nothing)
-    is_all_computed = not earlier and not any(answer.is_cached for run in executed for answer in run.responses.values())
-    if not block:
-        block = dict(before)
-    elif not is_all_computed:  # else (`--disable-cache`) what the earlier computation took is replaced
-        block = add_blocks(before, block)
-    usage = add_usage([runs_usage(executed), *earlier])
-    return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
-
-
-def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
-    """Add what was computed of `blocks` to the suite's folder; return all that is there, by fingerprint."""
-    path = folder / BLOCKS_FILE
-    kept, computed = read_object(path), {}
+def computed_blocks(service: Service, blocks: Iterable[SubmittedBlock]) -> dict[str, dict[str, Any]]:
+    """Return `Engine.last_run` of what was computed of blocks, by fingerprint."""
+    computed = {}
     for block in blocks:
         loaded = service.loaded(block.model)
-        if loaded is not None and any(not response.is_cached for response in block.responses().values()):
+        answers = block.responses().values()
+        if loaded is not None and any(not answer.is_cached for answer in answers):
             computed[loaded.fingerprint] = loaded.last_run
-    if computed:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept |= {key: add_blocks(kept[key], block) if key in kept else block for key, block in computed.items()}
-        write_json(path, kept)
-    return kept
+    return computed
+
+
+def suite_usage(folder: Path, tried: Collection[str], failed: Collection[str]) -> dict[str, Any]:
+    """Return `runs`, `failed`, `totals` and `models` of the suite in `folder`, from its runs' files.
+
+    tried, failed: names of runs of this call.
+    """
+    runs = {path.parent.name: read_object(path) for path in sorted(folder.glob(f"*/{RUN_FILE}"))}
+    before = read_object(folder / SUITE_FILE).get("failed", ())
+    names = sorted(({*before} - {*tried}) | {*failed})
+    return {"runs": list(runs), "failed": names, **suite_totals(runs.values())}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

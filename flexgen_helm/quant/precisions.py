@@ -225,7 +225,9 @@ def split_precisions(text: str) -> list[str]:
 def precision_named(name: str) -> Precision:
     """Return one of `PRECISIONS`. Raises `UsageError`, with the names of all."""
     if name not in PRECISIONS:
-        close = difflib.get_close_matches(str(name), PRECISIONS, n=2)  # '4bits' is near 4bit and 4bit-s
+        singular = str(name).removesuffix("s")  # '4bits' is 4bit, and nearer to 4bit-s by letters
+        close = [singular] * (singular in PRECISIONS)
+        close = close or difflib.get_close_matches(str(name), PRECISIONS, n=2)
         meant = f"did you mean {listed(close)}? " if close else ""
         known = ", ".join(PRECISIONS)
         raise UsageError(f"precision {name!r} is not available in this version; {meant}take one of {known}")

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from flexgen_helm.checkpoint.names import original_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, count, read_object
+from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, asked_instances, differing_settings, read_answers
-from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import PairedScores, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
@@ -249,7 +247,6 @@ class ModelComparison:
         num_reused (answers whose seconds were measured by an earlier run), tokens_per_s. Precisions may differ in
         their instances.
     notes: sentences, without full stops, about what could not be compared.
-    divergence: as `flexgen-helm divergence` found it; None where that was not asked for.
     """
 
     model: str
@@ -261,7 +258,6 @@ class ModelComparison:
     pooled: Sequence[Comparison]
     speeds: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
-    divergence: TextDivergence | SuiteDivergence | None = None
 
     @property
     def kind(self) -> str:
@@ -418,30 +414,6 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
         notes.append("All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero")
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
-
-
-def read_divergence(path: Path, models: Sequence[ModelComparison], suite: str) -> list[ModelComparison]:
-    """Return the models, one with what `flexgen-helm divergence --json` has printed into a file, as `divergence`.
-
-    suite: what is compared. Raises `UsageError` for another file, model, suite or baseline.
-    """
-    try:
-        found: TextDivergence | SuiteDivergence = TypeAdapter[TextDivergence | SuiteDivergence](
-            TextDivergence | SuiteDivergence
-        ).validate_python(read_object(path))
-    except ValueError:
-        raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
-    precisions = found.precisions
-    name = found.model.removeprefix("flexgen/").replace("/", "--")
-    names = [model.model for model in models]
-    if name not in names:
-        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(names)}")
-    if isinstance(found, SuiteDivergence) and found.suite != suite:
-        raise UsageError(f"--divergence {path} is of the suite {found.suite}, and the comparison is of {suite}")
-    baseline = models[0].baseline
-    if wrong := {divergence.baseline.replace("/", "--") for divergence in precisions} - {baseline}:
-        raise UsageError(f"--divergence {path} is from {', '.join(wrong)}, and the comparison is with {baseline}")
-    return [replace(model, divergence=found) if model.model == name else model for model in models]
 
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator
 
 from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
-
-# Null stands for infinite in JSON.
-Number = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
 
 
 @dataclass(frozen=True)
@@ -41,11 +36,11 @@ class Spread:
     """
 
     tokens: int
-    mean: Number
-    interval: tuple[Number, Number] | None
-    median: Number
-    p99: Number
-    largest: Number
+    mean: float
+    interval: tuple[float, float] | None
+    median: float
+    p99: float
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -64,49 +59,14 @@ class Divergence:
     precision: str
     tokens: int
     documents: int
-    baseline_perplexity: Number
-    perplexity: Number
-    ratio: Number
-    interval: tuple[Number, Number] | None
-    same_top: Number
+    baseline_perplexity: float
+    perplexity: float
+    ratio: float
+    interval: tuple[float, float] | None
+    same_top: float
     kl: Spread
     logprob: Spread
-    layers: tuple[Number, ...] | None = None
-
-
-@dataclass(frozen=True)
-class TextDivergence:
-    """What `flexgen-helm divergence` found: divergences from one baseline on one text.
-
-    model, text: as the user named them. window: tokens of a window.
-    """
-
-    model: str
-    text: str
-    window: int
-    precisions: tuple[Divergence, ...]
-
-
-@dataclass(frozen=True)
-class EntryDivergence:
-    """Divergences from one baseline on the runs of one run entry."""
-
-    entry: str
-    precisions: tuple[Divergence, ...]
-
-
-@dataclass(frozen=True)
-class SuiteDivergence:
-    """What `flexgen-helm divergence --suite` found; model: as the user named it. suite: its name."""
-
-    model: str
-    suite: str
-    entries: tuple[EntryDivergence, ...]
-
-    @property
-    def precisions(self) -> list[Divergence]:
-        """All divergences, entry by entry."""
-        return [divergence for entry in self.entries for divergence in entry.precisions]
+    layers: tuple[float, ...] | None = None
 
 
 def divergence_between(

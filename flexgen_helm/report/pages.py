@@ -1,4 +1,4 @@
-"""Pages of commands: tables and notes, as text, markdown or one HTML file."""
+"""Pages of commands: tables and notes, as text or one HTML file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SCORES_NOTE = "HELM scores one split of the instances only (test, else valid); 
 _POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
 _COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
 _USAGE_NOTE = (
-    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
-    "times share a scale, and so do bars of bytes moved and of bytes held. Times are of what this suite computed itself"
+    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product. Times are "
+    "of what this suite computed itself"
 )
 # Flips of a direction that a page shows, and characters of their texts: a thousand must open quickly.
 _MAX_FLIPS, _MAX_CHARACTERS = 1000, 2000
@@ -45,11 +45,6 @@ _COMPARISON_LEGEND = (
     "'no change', are corrected for all that this page compares (Hochberg), so in at most 5 % of such pages one is "
     "wrong; the intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, in the "
     "memory that they had."
-)
-_DIVERGENCE_NOTE = (
-    "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
-    "nats): 0 where none changed. The perplexity's ratio is on the same tokens: the text, or what the scores of "
-    "{baseline} are made of, its answers included"
 )
 
 
@@ -105,19 +100,6 @@ class Page:
         parts.append(fill(self.legend, width))
         return "\n\n".join(filter(None, parts)) + "\n"
 
-    def to_markdown(self) -> str:
-        """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", *(f"**{line}**" for line in self.headline)]
-        parts += ["\n".join(f"- next: {step}" for step in self.next_steps), self.legend]
-        parts.append("\n".join(f"- {label}: {fact}" for label, fact in self.facts.items()))
-        parts += [f"- {note}." for note in self.notes]
-        for section in self.sections:
-            parts.append(f"## {section.title}")
-            for table in section.tables:
-                parts += [f"### {table.title}" if table.title else "", tables.markdown(table)]
-            parts += [f"- {note}." for note in section.notes]
-        return "\n\n".join(filter(None, parts)) + "\n"
-
     def to_html(self, folder: Path | None = None, *, beside: Collection[str] = ()) -> str:
         """Return one HTML file that needs no other, and no script.
 
@@ -159,17 +141,9 @@ def suite_page(report: SuiteReport) -> Page:
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
-    scales = _scales(report.compared)
-    for model in report.compared:
-        notes = [
-            *_verdicts(model),
-            f"Baseline: {model.base.at_rest}",
-            *(note for note in model.notes if note not in report.notes),
-        ]
-        sections.append(_comparison_section(f"Precisions of flexgen/{model.model}", model, notes, scales))
     return Page(
         f"Suite {report.suite}",
-        _COMPARISON_LEGEND if report.compared else "",
+        "",
         sections,
         _run_facts(report.runs),
         report.notes,
@@ -182,12 +156,9 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     baseline, scales = models[0].baseline, _scales(models)
     sections, verdicts, next_steps = [], [], []
     for model in models:
-        notes = list(model.notes)
-        if model.divergence:
-            notes.append(_DIVERGENCE_NOTE.format(baseline=baseline))
         name = f"flexgen/{model.model}"
         title = "Models against " * (model.kind == "model") + name
-        sections.append(_comparison_section(title, model, notes, scales))
+        sections.append(_comparison_section(title, model, model.notes, scales))
         if model.verdicts:
             verdicts += [f"{name} " * (len(models) > 1) + verdict for verdict in _verdicts(model)]
         next_steps += [f"{name}: " * (len(models) > 1) + step for step in _next_steps(model)]
@@ -256,10 +227,7 @@ def _comparison_section(
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
         ]
-    divergence = model.divergence
-    layers = [tables.layers_table(one) for one in divergence.precisions if one.layers] if divergence else []
-    last = [tables.divergence_table(divergence, model.baseline), *layers] if divergence else []
-    return Section(title, [tables.summary_table(model), *shown, *last], notes)
+    return Section(title, [tables.summary_table(model), *shown], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The report of a suite: scores and throughput of its runs, time and bytes of its models, precisions compared."""
+"""The report of a suite: scores and throughput of its runs, time and bytes of its models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
-from flexgen_helm.report.comparison import ModelComparison, compare_runs
 from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs, run_notes
+from flexgen_helm.report.throughput import suite_totals
 from flexgen_helm.report.verdicts import first_names
 
 SUITE_FILE = "flexgen_suite.json"
-BASELINE = "fp16"
 # HELM writes this into the folder names of our runs.
 _FLEXGEN_MODEL = "model=flexgen_"
 _RESUME = "run the command that made the suite again, and it continues with what is missing"
@@ -26,14 +25,12 @@ class SuiteReport:
 
     runs: finished runs of flexgen models.
     models: model -> the engine's usage record (time, bytes, peaks).
-    compared: models that have several precisions.
     notes: sentences, without full stops, about what is missing.
     """
 
     suite: str
     runs: Sequence[RunScores]
     models: Mapping[str, Mapping[str, Any]]
-    compared: Sequence[ModelComparison]
     notes: Sequence[str]
 
 
@@ -45,13 +42,9 @@ def read_suite(folder: Path) -> SuiteReport:
     last_call = read_object(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     notes += run_notes(runs)
-    models = {name: usage for name, usage in last_call.get("models", {}).items() if usage.get("bytes") is not None}
-    # After a plain or resumed helm-run, every run's own record holds the usage of its model's last batch of runs.
-    computed = [run.run for run in runs if run.run.get("bytes") is not None]
-    recorded = {record["model"]: record for record in computed if record["model"] not in models}
-    if recorded:
-        notes.append(f"times and bytes of {', '.join(recorded)} are those of the last block alone")
-    return SuiteReport(folder.name, runs, models | recorded, compare_runs(runs, BASELINE), notes)
+    models = suite_totals(run.run for run in runs)["models"]
+    computed = {name: usage for name, usage in models.items() if "bytes" in usage}
+    return SuiteReport(folder.name, runs, computed, notes)
 
 
 def suite_to_json(report: SuiteReport) -> dict[str, Any]:

@@ -1,35 +1,25 @@
-"""Tables of a report: DataFrames of numbers, for CSV, and tables of text in human units, for readers.
-
-A number's column has the name that it has in `flexgen_run.json` or `flexgen_suite.json`, such as 'time_s.compute'.
-"""
+"""Tables of a report, in human units."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.files import count, duration, size
+from flexgen_helm.files import duration, size
 from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 
-_RUN_COLUMNS = [
-    "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
-    "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
-    "efficiency", "num_reused",
-]  # fmt: skip
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",
     "cpu_to_disk": "memory to disk",
@@ -47,15 +37,15 @@ _TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "cheape
 
 @dataclass(frozen=True)
 class Mark:
-    """A horizontal bar below a number, in percent of the cell's width.
+    """An interval below a number, in percent of the cell's width, with a dot at `point`.
 
-    point: a dot on it, of an interval plot; axis: what is at its left end, its middle and its right end.
+    axis: what is at its left end, its middle and its right end.
     """
 
     low: float
     high: float
-    point: float | None = None
-    axis: Sequence[str] = ()
+    point: float
+    axis: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -88,29 +78,6 @@ class Table:
         rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
         above = [[None] * self.num_keys, *rows]
         return [[row[: n + 1] == last[: n + 1] for n in range(len(row))] for row, last in zip(rows, above)]
-
-
-# --- Numbers ---
-
-
-def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
-    """Return a row of numbers per run.
-
-    Every metric of any of them has the columns 'scores.exact_match' and 'standard_errors.exact_match'.
-    """
-    records = [
-        {
-            "run": run.name,
-            "entry": run.entry,
-            "num_scored": run.num_scored,
-            **run.run,
-            "scores": run.scores,
-            "standard_errors": run.standard_errors,
-        }
-        for run in runs
-    ]
-    frame = pd.json_normalize(records)
-    return frame.reindex(columns=[*_RUN_COLUMNS, *frame.filter(regex=r"^(scores|standard_errors)\.")])
 
 
 # --- Scores ---
@@ -156,7 +123,8 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
         "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
     optional = ("computed", "output tokens", "requests", "prompt tokens")
-    return Table(pd.DataFrame(cells), links=_links(runs), marks=_speed_marks(speeds), optional=optional)
+    links = {"precision": list(map(run_link, runs))}
+    return Table(pd.DataFrame(cells), links=links, optional=optional)
 
 
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
@@ -186,27 +154,18 @@ def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
 def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
     """Rows without a value in any precision are left out, and limits of tiers that nothing was in."""
     figures = {precision: _figures(usages[precision]) for precision in sorted(usages, key=precision_rank)}
-    known = {label: [column[label] for column in figures.values()] for label in next(iter(figures.values()))}
-    known = {label: values for label, values in known.items() if any(values)}
-    labels = [label for label in known if label.replace("limit", "peak") in known]
-    largest: dict[str, float] = {}
-    for label in labels:
-        numbers = [value for value in known[label] if isinstance(value, (int, float))]
-        largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), *numbers, 0.0)
+    labels = next(iter(figures.values()))
+    known = {label for label in labels if any(column[label] for column in figures.values())}
 
     def text(label: str, value: Any) -> str:
         if value is None or isinstance(value, str):
             return value or ""
-        return seconds_text(value) if _scale_of(label) == "time" else size(value)
+        are_bytes = ":" in label or label.startswith(("peak", "limit"))
+        return size(value) if are_bytes else seconds_text(value)
 
-    def mark(label: str, value: Any) -> Mark | None:
-        return _bar(value, largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
-
-    columns = {name: [(label, column[label]) for label in labels] for name, column in figures.items()}
-    cells = {"": labels, **{name: [text(*cell) for cell in column] for name, column in columns.items()}}
-    return Table(
-        pd.DataFrame(cells), marks={name: [mark(*cell) for cell in column] for name, column in columns.items()}
-    )
+    shown = [label for label in labels if {label, label.replace("limit", "peak")} <= known]
+    cells = {name: [text(label, column[label]) for label in shown] for name, column in figures.items()}
+    return Table(pd.DataFrame({"": shown, **cells}))
 
 
 def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,45 +193,22 @@ def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scale_of(label: str) -> str:
-    """Return the scale of a row's bars: times share one, and so do bytes moved, and bytes held."""
-    if label.startswith(("peak", "limit")):
-        return "disk held" if label.endswith("disk") else "held"
-    return "moved" if ":" in label else "time"
-
-
 # --- Text ---
 
 
-def markdown(table: Table) -> str:
-    """Return a markdown table whose columns also line up in a terminal."""
-    headings, right, rows = _printed(table)
-    widths = [max(map(len, column)) for column in zip(headings, *rows)]
-    rule = "|".join("-" * (width + 1) + ("-", ":")[r] for width, r in zip(widths, right))
-    lines = [
-        "| " + " | ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)) + " |"
-        for row in (headings, *rows)
-    ]
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
-
-
 def text(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns."""
-    headings, _, rows = _printed(table)
-    return table_text(headings, rows, width, table.optional)
-
-
-def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
-    """Return headings, alignment and rows of plain text. Keys are not repeated; a second one is below the first."""
-    stacked = table.num_keys == 2
-    rows = []
+    """Return a table of at most `width` columns; keys are not repeated, a second one is below."""
+    stacked, rows = table.num_keys == 2, []
     for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):
         if stacked and not repeated[0]:
             rows.append([row[0], *[""] * (len(row) - 2)])
         keys = ["" if same else key for key, same in zip(row, repeated)][stacked:]
-        rows.append([*(f"  {key}" if stacked and key else key for key in keys), *row[table.num_keys :]])
+        indented = (f"  {key}" if stacked and key else key for key in keys)
+        rows.append([*indented, *row[table.num_keys :]])
     columns = [*range(min(table.num_keys, 1)), *range(table.num_keys, len(table.cells.columns))]
-    return [str(table.cells.columns[n]) for n in columns], [table.right_aligned[n] for n in columns], rows
+    headings = [str(table.cells.columns[n]) for n in columns]
+    optional = [name for name in table.optional if name in headings]
+    return table_text(headings, rows, width, optional)
 
 
 # --- Cells ---
@@ -281,19 +217,6 @@ def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
 def run_link(run: RunScores) -> str:
     """Return the run's folder, seen from that of its suite; '' for a pool."""
     return f"./{quote(run.name)}/" if run.num_runs == 1 else ""  # without './' a colon would end a scheme
-
-
-def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
-    return {"precision": list(map(run_link, runs))}
-
-
-def _speed_marks(speeds: Sequence[Mapping[str, Any]]) -> dict[str, list[Mark | None]]:
-    rates = [speed["tokens_per_s"] for speed in speeds]
-    return {"tokens/s": [_bar(rate, max(rates)) for rate in rates]}
-
-
-def _bar(value: float, largest: float) -> Mark | None:
-    return Mark(0, 100 * value / largest) if largest else None
 
 
 def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
@@ -318,22 +241,7 @@ def _score_text(value: float) -> str:
     return f"{value:,.{_digits(value) + (abs(value) < 10)}f}"
 
 
-# Tables of precisions compared: numbers for CSV, and verdicts, changes and speeds for readers.
-
-_COMPARISON_COLUMNS = [
-    "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
-    "interval.high", "p_value", "flips.lost", "flips.won", "flips.changed", "equivalence.decision",
-    "equivalence.margin", "equivalence.p_value", "equivalence.needed",
-]  # fmt: skip
-
-
-def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
-    """Return a row of numbers per comparison."""
-    records = [{"model": model.model, **asdict(one)} for model in models for one in model.comparisons]
-    for record in records:
-        record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
-        record |= {name: record[name] or {} for name in ("flips", "equivalence")}
-    return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
+# Precisions compared: verdicts, changes and speeds.
 
 
 def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[str, Any]:
@@ -352,7 +260,6 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
                 "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
-                "divergence": model.divergence and asdict(model.divergence),
             }
             for model in models
         },
@@ -442,47 +349,10 @@ def summary_table(model: ModelComparison) -> Table:
         row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(
-        pd.DataFrame(rows).fillna(""), "Verdicts and costs", marks=_speed_marks(model.speeds),
+        pd.DataFrame(rows).fillna(""),
+        "Verdicts and costs",
         optional=("tokens", "time", "bytes per weight"),
-    )  # fmt: skip
-
-
-def layers_table(found: Divergence) -> Table:
-    """Return a row for the embedding and each layer, with the relative error of the hidden states after it."""
-    errors = found.layers or ()
-    cells = {
-        "after": ["embedding", *(f"layer {number}" for number in range(1, len(errors)))],
-        "error": [f"{error:.6f}" for error in errors],
-        "of the largest": ["█" * round(20 * error / (max(errors) or 1.0)) for error in errors],
-    }
-    of = f"{found.precision} against {found.baseline}, {count(found.tokens, 'token')}"
-    return Table(pd.DataFrame(cells), f"Relative error of hidden states, {of}")
-
-
-def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
-    """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
-    on, none = "what the scores are made of", "instance"
-    if isinstance(found, TextDivergence):
-        on, none = Path(found.text).name, "window"
-    cells = pd.DataFrame(
-        {
-            "precision": one.precision,
-            "tokens": f"{one.tokens:,}",
-            "perplexity": f"×{one.ratio:.4f}",
-            "95 % interval": " … ".join(f"{end:.4f}" for end in one.interval or ()) or f"none (1 {none})",
-            "same top": f"{one.same_top:.1%}",
-            "KL mean": f"{one.kl.mean:.5f}",
-            "KL median": f"{one.kl.median:.5f}",
-            "KL 99 %": f"{one.kl.p99:.5f}",
-        }
-        for one in found.precisions
     )
-    if isinstance(found, SuiteDivergence):
-        entries = pd.Series([entry.entry for entry in found.entries for _ in entry.precisions])
-        cells.insert(0, "run entry", entries)
-        del cells["KL median"]  # of ten columns a tablet has no room
-    num_keys = 2 if isinstance(found, SuiteDivergence) else 0
-    return Table(cells, f"Divergence from {baseline} on {on}, nats", num_keys)
 
 
 def _positions(comparison: Comparison) -> list[float]:

@@ -1,9 +1,10 @@
-"""Throughput of a run, as the paper defines them, the versions that it depends on, and sums of blocks."""
+"""Throughput of a run, as the paper defines them, the versions that it depends on, and sums of runs."""
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from operator import add
@@ -52,6 +53,60 @@ def versions() -> dict[str, str]:
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
+
+
+# What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing
+# was computed here.
+BLOCK_KEYS = (
+    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
+    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
+    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
+    "finished_at",
+)  # fmt: skip
+_OF_MODEL = ("precision", "fingerprint", "chat_template", "workers")
+_COUNTS = ("num_requests", "num_unique")
+Record = Mapping[str, Any]
+
+
+def suite_totals(records: Iterable[Record]) -> dict[str, Any]:
+    """Return `totals` and `models` of runs, from the contents of their `flexgen_run.json`."""
+    records = [record for record in records if "padded_prompt_tokens" in record]
+    by_model: dict[str, list[Record]] = {}
+    for record in records:
+        by_model.setdefault(record["model"], []).append(record)
+    models = {name: _model_usage(group) for name, group in by_model.items()}
+    return {"totals": _add_usage(records), "models": models}
+
+
+def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
+    """Join the runs of a model; a block that several runs have in common counts once."""
+    newest = max(records, key=lambda record: record.get("finished_at") or "")
+    # The name meant other weights in others.
+    same = [one for one in records if one.get("fingerprint") == newest.get("fingerprint")]
+    blocks: dict[str, Record] = {}
+    known: dict[str, Any] = {}
+    for record in same:
+        block = {key: record[key] for key in BLOCK_KEYS if record.get(key) is not None}
+        if "bytes" in block:
+            blocks[json.dumps(block)] = block
+        known |= {key: record[key] for key in _OF_MODEL if record.get(key) is not None}
+    took: dict[str, Any] = {}
+    for one in blocks.values():
+        took = add_blocks(took, one)
+    return {**took, **known, **_add_usage(same)}
+
+
+def _add_usage(records: Sequence[Record]) -> dict[str, Any]:
+    costs = [_as_cost(record) for record in records]
+    usage = throughput(costs, sum(record["latency_s"] for record in records))
+    counts = {name: sum(record["workload"][name] for record in records) for name in _COUNTS}
+    return {**usage, "workload": {**counts, **usage["workload"]}}
+
+
+def _as_cost(usage: Record) -> Cost:
+    workload = {name: value for name, value in usage["workload"].items() if name not in _COUNTS}
+    names = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
+    return Cost(**workload, **{name: usage[name] for name in names})
 
 
 # How numbers (or dictionaries of numbers) of two blocks are joined.

@@ -108,15 +108,6 @@ def test_age_is_that_of_the_last_use(home: Path, capsys: pytest.CaptureFixture[s
     assert not (home / ANSWERS).exists() and (home / CONVERSION / "file").exists()
 
 
-def test_another_offload_directory(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cached = tmp_path / "fast" / "weights-0123-int4"
-    cached.mkdir(parents=True)
-    (cached / "file").write_bytes(bytes(100))
-    assert str(cached) in clean(capsys, "--offload-dir", str(cached.parent))
-    clean(capsys, str(cached), "--offload-dir", str(cached.parent), "--yes")
-    assert not cached.exists() and cached.parent.exists()
-
-
 # What a process uses
 
 

@@ -7,12 +7,11 @@ import os
 from functools import cache
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm import __version__, cli
-from flexgen_helm.cli.app import app
+from flexgen_helm.cli.app import command_line
 from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
@@ -120,7 +119,7 @@ def test_a_bad_link_is_refused(link):
         ["batch", os.devnull],
         ["batch", os.devnull, "-o", os.devnull, "--model", "no-such-model"],
         ["fetch", "no-such-model"],
-        ["models", "--json", "--csv"],
+        ["models", "--csv"],
     ],
 )
 def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
@@ -133,8 +132,8 @@ def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
 def test_an_option_of_one_value_is_given_once(monkeypatch, capsys):
     """All options of all commands, but those that take several values and are joined."""
     calls, known = record_suites(monkeypatch), 0
-    monkeypatch.setattr(typer.main, "get_command", cache(typer.main.get_command))
-    for name, command in typer.main.get_command(app).commands.items():
+    monkeypatch.setattr("flexgen_helm.cli.app.command_line", cache(command_line))
+    for name, command in command_line().commands.items():
         for param in command.params:
             takes_one = not (param.param_type_name == "argument" or param.is_flag or param.multiple or param.count)
             if takes_one and not str(param.metavar).endswith("…"):

@@ -1,7 +1,5 @@
 """`flexgen-helm plan` as a process: JSON, tables, refusals, and no torch."""
 
-import csv
-import io
 import json
 import re
 import shlex
@@ -34,7 +32,7 @@ def test_a_given_policy_is_evaluated():
 def test_the_table_says_what_lives_where_and_why():
     done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "a100", "--num-seqs", "500")
     assert done.returncode == 0, done.stderr
-    for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the ", "matrix products"):
+    for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the "):
         assert words in done.stdout
     assert "schedule zigzag" in done.stdout and "Prompts that begin alike are not counted here" in done.stdout
     assert "When it is interrupted: a stop costs at most" in done.stdout
@@ -107,22 +105,6 @@ def test_the_part_that_bounds_a_plan_is_named_with_what_it_would_save(tmp_path, 
     assert saved > 0.3 and usual["why"] == f"Bound by the disk: twice as fast {words}."
 
 
-def test_tables_are_printed_as_csv_too(tmp_path):
-    table = tmp_path / "table.csv"
-    table.write_text(
-        "system,model,prompt_len,gen_len,gpu_batch_size,num_gpu_batches,wg,wc,cg,cc,hg,hc,tokens_per_s\n"
-        "FlexGen,opt-30b,512,32,48,3,20,80,0,100,0,100,7.32\n"
-        "FlexGen,opt-175b,512,32,48,3,20,80,0,100,0,100,OOM\n"
-    )
-    arguments = ("--from-csv", str(table), "--hardware", "t4")
-    shown, as_json, as_csv = (plan(*arguments, *flags).stdout for flags in ((), ("--json",), ("--csv",)))
-    assert "20/80 0/100 0/100" in shown and "OOM" in shown and "1 row\n" in shown
-    rows = list(csv.DictReader(io.StringIO(as_csv)))
-    for row, expected in zip(rows, json.loads(as_json)["rows"], strict=True):
-        assert float(row["predicted_tokens_per_s"]) == expected["predicted_tokens_per_s"]
-        assert row["feasible"] == str(expected["feasible"]) and row["model"] == expected["model"]
-
-
 def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
     """Of the folder that --offload-dir names, however full its disk was when the machine was measured."""
     laptop = load_profile("laptop")
@@ -179,10 +161,7 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
         (("--model", "opt-30b", *LENGTHS, "--schedule", "prefill-only"), "take --schedule zigzag"),
         (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "row"), "leave --schedule out"),
         (("--model", "opt-30b", *LENGTHS, "--offload-dir", "/tmp"), "leave one of them out"),
-        (("--model", "opt-30b", *LENGTHS, "--csv"), "add -c or --from-csv"),
-        (("--from-csv", "absent.csv"), "cannot be read"),
         (("-r", "mmlu:subject=anatomy", "--model", "opt-30b", "--gen-len", "0"), "have their own lengths"),
-        (("--from-csv", "absent.csv", "--precision", "4bit"), "leave out all but --hardware, --offload-dir, "),
     ],
 )
 def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):

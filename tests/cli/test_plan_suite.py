@@ -1,7 +1,5 @@
 """`flexgen-helm plan -c`: real prompts, and refusals."""
 
-import csv
-import io
 import json
 import math
 import re
@@ -121,13 +119,6 @@ def test_tables_name_ranges_and_compare_precisions(width, suite, monkeypatch, ca
     assert "processor" not in shown, "the GPU is called GPU"
 
 
-def test_csv_has_a_row_for_each_scenario(suite, capsys):
-    machine = ("--model", "opt-125m", "--hardware", "t4", "--precision", "8bit")
-    assert cli.main(["plan", *suite, *machine, "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["entries"] for row in rows] == ["gsm", "mmlu:subject=a mmlu:subject=b"]
-
-
 def test_a_sample_is_told_before_it_is_drawn(suite, capsys):
     """A share of every entry: that of the time, where a long suite has no beginnings."""
     words = ["plan", *suite, "--model", "opt-125m", "--hardware", "t4", "--precision", "fp16"]
@@ -224,7 +215,6 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
         (("-r", "gsm", "--suite", "nope"), "there is no suite in benchmark_output/runs/nope; make its prompts with"),
         (("-r", "gsm", "--gen-len", "3"), "run entries have their own lengths"),
         (("-m", "5"), "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY"),
-        (("-r", "gsm", "--from-csv", "x.csv"), "--from-csv says for each row what to evaluate"),
     ],
 )
 def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`flexgen-helm quickstart`: what it says about its length; tests/e2e/test_terminal.py runs it."""
+"""`flexgen-helm quickstart`: its length, and its verdict; tests/e2e/test_terminal.py runs it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_helm import cli
 from flexgen_helm.cli import quickstart
-from flexgen_helm.cli.console import say
+from flexgen_helm.report.comparison import compare_suite
 from tests.helpers.paths import ROOT
+from tests.helpers.suites import accuracies, write_run
 
 
 def test_readme_and_help_have_one_figure() -> None:
-    texts = [" ".join(text.split()) for text in ((ROOT / "README.md").read_text(), quickstart.quickstart.__doc__ or "")]
-    assert {re.findall(r"93 MB.*?about (\w+ minutes?)", text)[0] for text in texts} == {"two minutes"}
+    texts = (ROOT / "README.md").read_text(), quickstart.quickstart.__doc__ or ""
+    times = {re.findall(r"93 MB.*?about (\w+ minute)", " ".join(text.split()))[0] for text in texts}
+    assert times == {"a minute"}
 
 
-def test_the_second_part_is_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+def test_the_scenario_has_as_many_questions_as_are_asked() -> None:
+    from helm.benchmark.scenarios.simple_scenarios import SimpleMCQAScenario
 
-    def run_and_show(words: list[str], options: object) -> bool:
-        say("all" if "-c" in words else "wikitext")
-        return "-c" not in words
+    splits = [instance.split for instance in SimpleMCQAScenario().get_instances("")]
+    assert splits.count("test") == 79 == quickstart.QUESTIONS
 
-    monkeypatch.setattr(quickstart, "run_and_show", run_and_show)
-    assert cli.main(["quickstart", "-o", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    parts = ("In two parts: then 3 pages of WikiText-2", "\nall\n", "Part two: 3 pages of WikiText-2.", "\nwikitext\n")
-    positions = [said.index(part) for part in parts]
-    assert positions == sorted(positions)
+
+@pytest.mark.parametrize("lost, verdict", [(0, "equivalent"), (3, "equivalent"), (6, "worse"), (30, "worse")])
+def test_its_questions_are_enough_for_a_verdict(tmp_path: Path, lost: int, verdict: str) -> None:
+    count = quickstart.QUESTIONS
+    for precision, wrong in (("fp16", 0), ("4bit", lost)):
+        right = [0] * wrong + [1] * (count - wrong)
+        write_run(tmp_path, "simple_mcqa_scored", precision, {"exact_match": sum(right) / count}, accuracies(right))
+    (model,) = compare_suite(tmp_path, margin=quickstart.MARGIN / 100)
+    assert model.verdicts["4bit"].text.startswith(verdict)

@@ -108,7 +108,7 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
                 "1x1,0,100,0,100,0,100",
             )
             cli.main(["plan", "--model", "opt-125m", *lengths, "--gpu-memory", "8GiB", "--cpu-memory", "1048576GiB"])
-            asked = Asked({"limits": limits}, "opt-125m", "laptop", 1, False, False)
+            asked = Asked({"limits": limits}, "opt-125m", "laptop", 1, False)
             assert problem_for(asked, 2047, 2).limits["gpu"] == 0  # of 2,048 positions: the last token needs none
         else:
             check_engine_flags({"limits": limits, "device": device})

@@ -6,10 +6,9 @@ from inspect import cleandoc
 from typing import Any
 
 import pytest
-import typer
 
 from flexgen_helm import cli
-from flexgen_helm.cli.app import app
+from flexgen_helm.cli.app import command_line
 
 PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
 
@@ -46,6 +45,6 @@ def test_lines_fit_and_words_are_whole(
 
 
 def test_examples_can_be_copied_from_80_columns() -> None:
-    commands: Any = typer.main.get_command(app)
+    commands: Any = command_line()
     lines = [line for command in commands.commands.values() for line in cleandoc(command.help).splitlines()]
     assert not [line for line in lines if line.startswith("  ") and len(line) > 77]

@@ -87,15 +87,6 @@ def test_it_compares_the_tokens_that_the_scores_are_made_of(suite, found, folder
         assert own["perplexity"] != pytest.approx(own["baseline_perplexity"], rel=1e-5)
 
 
-def test_compare_shows_a_row_for_each_entry(suite, found, command):
-    done = command("compare", "--suite", "s", "--divergence", "kl.json")
-    assert done.returncode == 0, done.stderr
-    page = (suite / "flexgen_compare.html").read_text()
-    for text in (done.stdout, page):
-        assert "Divergence from fp16 on what the scores are made of, nats" in text
-        assert all(f"{own['kl']['mean']:.5f}" in text for own in found.values())
-
-
 def test_what_cannot_be_found_is_refused_by_name(suite, folder, command):
     argv = ["--suite", "changed", "--precision", "8bit"]
     changed = suite.with_name("changed")

@@ -36,7 +36,11 @@ from tests.helpers.paths import ROOT
 _PLAN = (
     "flexgen_helm.cli",
     "flexgen_helm.cli.app",
+    "flexgen_helm.cli.batch",
+    "flexgen_helm.cli.divergence",
     "flexgen_helm.cli.plan",
+    "flexgen_helm.cli.run",
+    "flexgen_helm.cli.verify",
     "flexgen_helm.engine.machine_profile",
     "flexgen_helm.planner.plan",
     "scipy.optimize",

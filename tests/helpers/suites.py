@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.throughput import BLOCK_KEYS, throughput
 from flexgen_helm.request import Cost
 from tests.helpers.fake_engine import USAGE
 
@@ -109,9 +109,10 @@ def add_record(folder, costs, seconds, **more):
 
 
 def write_totals(suite, failed=(), **more):
-    """Write `flexgen_suite.json`, with a usage record of every model that has runs."""
+    """Write into every run what its model's block took, and `flexgen_suite.json`."""
     read = {"weights": 3 << 30, "cache": 0, "activations": 0}
     usage = {**USAGE, "schedule": "zigzag", "bytes": {**USAGE["bytes"], "disk_to_cpu": read}, **more}
-    records = [json.loads(path.read_text()) for path in sorted(suite.glob("*/flexgen_run.json"))]
-    models = {record["model"]: {**usage, "precision": record["precision"]} for record in records}
-    (suite / "flexgen_suite.json").write_text(json.dumps({"models": models, "failed": list(failed)}))
+    block = {key: value for key, value in usage.items() if key in BLOCK_KEYS}
+    for path in suite.glob("*/flexgen_run.json"):
+        path.write_text(json.dumps({**block, **json.loads(path.read_text())}))
+    (suite / "flexgen_suite.json").write_text(json.dumps({"failed": list(failed)}))

@@ -7,9 +7,8 @@ from argparse import ArgumentParser
 
 import pytest
 from helm.benchmark.run import add_run_args
-from typer.main import get_command
 
-from flexgen_helm.cli.app import app
+from flexgen_helm.cli.app import command_line
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.response_cache import ResponseCacheError
 from tests.helpers.paths import ROOT
@@ -24,7 +23,7 @@ def test_a_class_says_its_cause_and_the_next_step(error):
     cause, following = CATALOGUE.entry(error)
     assert cause.endswith(".") and following.endswith(".")
     assert error.exit_code in (1, 2, 130)
-    commands = get_command(app).commands
+    commands = command_line().commands
     flags = {flag for command in commands.values() for param in command.params for flag in param.opts}
     assert set(re.findall(r"`flexgen-helm (\w+)", following)) <= {*commands, "COMMAND"}
     assert set(re.findall(r"--[\w-]+", following)) <= flags | helm_flags() | {"--help"}

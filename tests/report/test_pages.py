@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
 from flexgen_helm.report.pages import comparison_page, suite_page
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, browser
@@ -37,27 +34,7 @@ def suite(tmp_path_factory):
         scores = {"exact_match": right.mean(), "classification_macro_f1": 0.123, "final_number_exact_match": np.nan}
         write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
-    spread = Spread(400, 0.145660, (0.127202, 0.167136), 0.092935, 0.852513, 1.580980)
-    kl = Divergence(
-        "fp16",
-        "4bit",
-        12276,
-        12,
-        26.1786,
-        30.042,
-        1.1476,
-        (1.1239, 1.1765),
-        0.787,
-        spread,
-        spread,
-        tuple(np.linspace(0, 0.35, 81) ** 2),
-    )
-    entries = ("wikitext", "boolq:only_contrast=True")
-    found = SuiteDivergence(
-        "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
-    )
-    models = [replace(model, divergence=found) if model.model == "tiny" else model for model in compare_suite(folder)]
-    compared = comparison_page(models, folder.name)
+    compared = comparison_page(compare_suite(folder), folder.name)
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
     name = "org--a-model-with-a-long-name-70b-instruct"
     across = comparison_page(compare_suite(folder, f"{name}-4bit"), folder.name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.stats
 from scipy.stats import binom, binomtest
@@ -303,10 +301,10 @@ def test_the_margin_is_an_option(suite, tmp_path, capsys):
     command = ["compare", "-o", str(tmp_path), "--suite", "mine"]
     assert cli.main([*command, "--margin", "3"]) == 0
     assert "equivalent within 3 pp" in capsys.readouterr().out
-    assert cli.main([*command, "--csv", "--margin", "3"]) == 0
-    frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
-    assert list(frame["equivalence.decision"]) == ["not decided", "equivalent"]
-    assert list(frame["flips.lost"]) == [0, 3]
+    assert cli.main([*command, "--json", "--margin", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)["models"]["tiny"]["comparisons"]
+    assert [one["equivalence"]["decision"] for one in found] == ["not decided", "equivalent"]
+    assert [one["flips"]["lost"] for one in found] == [0, 3]
     assert cli.main([*command, "--margin", "0"]) == 2
     assert "--margin 0 is not between 0 and 50" in capsys.readouterr().err
 
