@@ -47,7 +47,7 @@ class KeptStates:
         self.num_read = 0
 
     def first_stage(self, batches: Sequence[Batch]) -> int:
-        """Return the first stage that is to be computed of all batches: 0, or behind the states that are stored whole."""
+        """Return the first stage that is to be computed of all batches: 0, or behind states that are stored whole."""
         items = [item for batch in batches for item in batch.scheduled]
         try:
             with self.path.open("rb") as file:
