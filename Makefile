@@ -143,7 +143,7 @@ bench: model
 # Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it lays
 # the package out as it is installed. PYTHONSAFEPATH: `-m` would put the checkout first, whose package has no benchmarks.
 # LIMIT: seconds of all STEPS (docs/developers/cuda.md). FAKE=1: on a CUDA device in host memory. OUT: folder of results.
-LIMIT ?= 290
+LIMIT ?= 400
 STEPS ?= call1
 GPU_CHECK := $(CURDIR)/build/gpu-package
 gpu-check:

@@ -9,27 +9,26 @@ bytes, the link and the disk to the rate of decoding's products, and the cache t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks.common import report, script, summary, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import alternate
-from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
+from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
 
 # The paper's GPU and model in bytes; rates of the link, of the disk (reads, writes), of decoding's products (FLOP/s).
 GPU_BYTES, MODEL_BYTES = 16e9, 60e9
 LINK_BYTES_S, DISK_BYTES_S, DECODE_FLOPS = 12.89 * (1 << 30), (1.6e9, 1.3e9), 4.3e12
-# OPT-30B's hidden size, the lengths, and bytes of an element of the KV cache.
-HIDDEN_SIZE, PROMPT, OUTPUT, CACHE_BYTES = 7168, 512, 32, 2
+# OPT-30B's hidden size, the lengths, and an element's bytes in its KV cache, of those in ours here.
+HIDDEN_SIZE, PROMPT, OUTPUT, CACHE_BYTES = 7168, 512, 32, 2 / 4
+_RECORDED = ("policy", "bytes", "time_s", "achieved_placement")
 
 
 @dataclass(frozen=True)
@@ -73,37 +72,60 @@ class Variant:
     blocks: int = 1
 
 
-def main(
-    out: OutFile = None,
-    quick: bool = False,
-    repeats: int = 3,
-    offload_dir: Path | None = None,
-    model: str = Workload.model,
-) -> None:
-    """Measure the paper's block with all techniques, and without each. --quick: figures mean nothing."""
-    config, _ = read_model_config(model)
+def main(out: OutFile = None, repeats: int = 3) -> None:
+    """Measure the paper's block with all techniques, and without each, with files in TMPDIR."""
+    report(measure(Workload(), repeats, measured_profile(fresh=True)), out)
+
+
+def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Return the result. `ratios` are the throughput without each technique over that with all."""
+    config, _ = read_model_config(workload.model)
     # Of products in float32 with 16-bit weights from memory.
-    workload = Workload(model, batch_rows=2, batches=2, output=3) if quick else Workload(model)
-    profile = measured_profile(folder=offload_dir, fresh=not quick)
-    scaled = scale(workload, config, profile.cpu.matmul_flops["float32"].at(workload.batch_rows))
-    say(simulated(workload, scaled))
-    with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=offload_dir) as scratch:
-        sides = {variant.label: block_of(workload, scaled, variant, scratch) for variant in variants(workload)}
-        records = alternate(sides, 1 if quick else repeats)
-    report(assemble(workload, scaled, records), out)
+    rate = profile.cpu.matmul_flops["float32"].at(workload.batch_rows)
+    scaled = scale(workload, config, rate)
+    full, *_ = sides = variants(workload)
+    assert full.paper is not None
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
+        blocks = {side.label: block_of(workload, scaled, side, scratch) for side in sides}
+        records = alternate(blocks, repeats)
+    speeds = {label: median(map(tokens_per_s, runs)) for label, runs in records.items()}
+    rows = [
+        {
+            "label": side.label,
+            **summary([1 / tokens_per_s(record) for record in records[side.label]]),
+            "tokens_per_s": speeds[side.label],
+            "ratio": speeds[side.label] / speeds[full.label],
+            "paper": None if side.paper is None else side.paper / full.paper,
+            **{key: records[side.label][-1][key] for key in _RECORDED},
+        }
+        for side in sides
+    ]
+    return {
+        "name": "ablation",
+        "workload": {**asdict(workload), **asdict(scaled)},
+        "hardware": records[full.label][-1]["hardware"],
+        "rows": rows,
+        "ratios": {row["label"]: row["ratio"] for row in rows},
+        "notes": [
+            "rows are seconds per generated token",
+            "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); "
+            "it has no row for the same block row by row, and none of OPT-30B with the disk",
+            simulated(workload, scaled),
+        ],
+    }
 
 
 def scale(workload: Workload, config: ModelConfig, rate: float) -> Scaled:
     """Scale the paper's machine and prompts to a model, and to the rate of decoding's products on this machine.
 
-    Prompts have the length at which cache to weights of a layer is as in the paper, halfway through the output. A
-    layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model needs
-    short prompts. Our cache has 4 bytes per element here, the paper's 2.
+    Prompts have the length at which cache to weights of a layer is as in the paper, halfway through
+    the output. A layer's weights grow with the square of the hidden size and its cache with the
+    hidden size, so a small model needs short prompts.
     """
     speed = rate / DECODE_FLOPS
     read, write = (speed * disk / 1e9 for disk in DISK_BYTES_S)
-    gpu_bytes = int(GPU_BYTES / MODEL_BYTES * STORAGE_BYTES * config.num_parameters)
-    length = (PROMPT + OUTPUT / 2) * config.hidden_size / HIDDEN_SIZE * CACHE_BYTES / COMPUTE_BYTES
+    gpu_bytes = int(GPU_BYTES / MODEL_BYTES * 2 * config.num_parameters)
+    length = (PROMPT + OUTPUT / 2) * config.hidden_size / HIDDEN_SIZE * CACHE_BYTES
     prompt = max(1, round(length - workload.output / 2))
     return Scaled(speed * LINK_BYTES_S / 1e9, (read, write), gpu_bytes, rate, prompt)
 
@@ -119,8 +141,15 @@ def block_of(workload: Workload, scaled: Scaled, variant: Variant, scratch: str)
         "policy": str(variant.policy),
         **variant.engine,
     }
-    sizes = {"rows": variant.blocks * variant.policy.block_size, "prompt": scaled.prompt, "output": workload.output}
-    return {"model": workload.model, "engine": engine, "limits": {"gpu": scaled.gpu_bytes}, **sizes}
+    return {
+        "model": workload.model,
+        "engine": engine,
+        "limits": {"gpu": scaled.gpu_bytes},
+        "rows": variant.blocks * variant.policy.block_size,
+        "prompt": scaled.prompt,
+        "output": workload.output,
+        "warm_output": 1,
+    }
 
 
 def variants(workload: Workload) -> list[Variant]:
@@ -150,38 +179,6 @@ def simulated(workload: Workload, scaled: Scaled) -> str:
         f"{read:.3f} and {write:.3f} GB/s; decoding's products {scaled.decode_flops / 1e9:.0f} Gflop/s; "
         f"{scaled.prompt} + {workload.output} tokens"
     )
-
-
-def assemble(workload: Workload, scaled: Scaled, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the result. `ratios` are the throughput without each technique over that with all."""
-    full, *_ = sides = variants(workload)
-    assert full.paper is not None
-    speeds = {label: median(map(tokens_per_s, repeats)) for label, repeats in records.items()}
-    rows = [
-        {
-            "label": side.label,
-            **summary([1 / tokens_per_s(record) for record in records[side.label]]),
-            "tokens_per_s": speeds[side.label],
-            "ratio": speeds[side.label] / speeds[full.label],
-            **({} if side.paper is None else {"paper": side.paper / full.paper}),
-            "policy": [str(side.policy)],
-            **{key: records[side.label][-1][key] for key in ("bytes", "time_s", "achieved_placement")},
-        }
-        for side in sides
-    ]
-    return {
-        "name": "ablation",
-        "workload": {**asdict(workload), **asdict(scaled)},
-        "hardware": records[full.label][-1]["hardware"],
-        "rows": rows,
-        "ratios": {row["label"].replace(",", "").replace(" ", "_"): row["ratio"] for row in rows},
-        "notes": [
-            "rows are seconds per generated token",
-            "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); it has no "
-            "row for the same block row by row, and none of OPT-30B with the disk",
-            simulated(workload, scaled),
-        ],
-    }
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int
         memory: dict[int | str, int | str] = {0: gpu_bytes // 2, "cpu": 1 << 40}
         layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
         built = dispatch_model(built, layers)
-        hold_to(gpu_bytes)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_bytes / total))
     ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
 
     size = rows
@@ -95,13 +96,6 @@ def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int
     decode_s = (output - 1) * (longer_s - prefill_s) / 2
     seconds = {"latency_s": prefill_s + decode_s, "prefill_s": prefill_s, "decode_s": decode_s}
     return {**seconds, **run_sizes(size, prompt, output)}
-
-
-def hold_to(gpu_bytes: int) -> None:
-    """Let PyTorch's allocator of this process take no more of the GPU's memory."""
-    import torch
-
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_bytes / torch.cuda.get_device_properties(0).total_memory))
 
 
 def _model(name: str, device: str) -> Any:

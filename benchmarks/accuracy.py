@@ -13,17 +13,16 @@ import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 import yaml
 
-from flexgen_helm.benchmarks.common import machine, report, run_logged, script
+from flexgen_helm.benchmarks.common import machine, report, script
 from flexgen_helm.benchmarks.helm_runs import helm_run
+from flexgen_helm.benchmarks.process import run_logged
 from flexgen_helm.benchmarks.reference import export_checked
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.plugin.registration import prefix_token
@@ -48,16 +47,12 @@ FIGURES = (
 )
 
 
-def main(
-    out: OutFile = None,
-    instances: Annotated[int | None, typer.Option("--instances", "-m", help="Passages, and pages.")] = None,
-    quick: bool = False,
-) -> None:
-    """Score the same data with both sides: more than an hour on two cores; --quick takes 5 passages and a page."""
+def main(out: OutFile = None, instances: int | None = None) -> None:
+    """Score the same data with both sides: more than an hour on two cores. instances: passages, and pages."""
     if find_spec("lm_eval") is None:
         raise UsageError("lm-evaluation-harness is not installed: pip install 'flexgen-helm[lm-eval]'")
-    passages = lambada.read_passages()[: 5 if quick else instances]
-    pages = wikitext.read_pages()[: 1 if quick else instances]
+    passages = lambada.read_passages()[:instances]
+    pages = wikitext.read_pages()[:instances]
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as folder:
         scratch = Path(folder)
         data = write_data(scratch / "data", passages, pages)
@@ -69,7 +64,7 @@ def main(
             amount = len(pages) if name == "wikitext" else len(passages)
             run = helm_run([entry], amount, scratch / name, variables={"FLEXGEN_HELM_DATA": str(data)})
             ours[name] = {"stats": run.stats, "logprobs": by_document(scratch / name), "record": run.records[0]}
-            say(f"{entry}: {run.seconds:.0f} s")
+            print(f"{entry}: {run.seconds:.0f} s")
         theirs = {task: _run_harness(task, data, scratch, prefix) for task in TASKS}
     report(compared(ours, theirs), out)
 
@@ -87,12 +82,13 @@ def _run_harness(task: str, data: Path, scratch: Path, prefix: int) -> dict[str,
     """Run the harness's task, with nothing but the data's path changed, by its own command."""
     import lm_eval
 
+    file = "pages.jsonl" if task == "wikitext" else lambada.FILE
     definition = {
         "include": str(Path(str(lm_eval.__file__)).parent / TASKS[task]),
         "task": f"{task}_local",
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": str(data / (lambada.FILE if task != "wikitext" else "pages.jsonl"))}},
+        "dataset_kwargs": {"data_files": {"test": str(data / file)}},
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
@@ -101,14 +97,12 @@ def _run_harness(task: str, data: Path, scratch: Path, prefix: int) -> dict[str,
     out.mkdir()
     (out / f"{task}_local.yaml").write_text(yaml.safe_dump(definition, sort_keys=False), encoding="utf-8")
     model = f"pretrained={scratch / 'model'},dtype=float32,max_length={MAX_LENGTH},prefix_token_id={prefix}"
-    command = [
-        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model, "--device", "cpu",
-        "--batch_size", "1", "--tasks", f"{task}_local", "--include_path", str(out), "--output_path", str(out),
-        "--log_samples",
-    ]  # fmt: skip
+    flags = ["lm_eval", "run", "--model", "hf", "--device=cpu", "--batch_size=1", "--log_samples"]
+    command = [sys.executable, "-m", *flags, "--model_args", model, "--tasks", f"{task}_local"]
+    command += [f"--include_path={out}", f"--output_path={out}"]
     variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(scratch / "cache")}
     seconds = run_logged(command, out / "log.txt", "lm_eval", env={**os.environ, **variables})
-    say(f"lm_eval {task}: {seconds:.0f} s")
+    print(f"lm_eval {task}: {seconds:.0f} s")
     return read_harness(out, task)
 
 

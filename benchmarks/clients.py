@@ -1,36 +1,28 @@
-"""Whole HELM runs with our client and with HELM's own Hugging Face client: `python -m benchmarks.clients`.
+"""Whole HELM runs with our client, HELM's for Hugging Face, and llama.cpp's server: `python -m benchmarks.clients`.
 
-HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
-threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
-reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. llama.cpp's server,
-where it is installed, answers the same prompts from the same GGUF file over HTTP, with the better of one and eight
-slots.
-
-The result has a part for each task and peer. A later call adds its parts to those of a result file, and replaces those
-that it has measured again. Each part has the date, versions, hardware and settings of its call; both sides of a ratio
-are always of one call.
+HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better
+of one and four threads, and our very weights and tokenizer, already dequantized. Each measurement is a
+new process with nothing to reuse. Prompts are sent unchanged, or with `--chat` through the model's chat
+template by both clients. llama.cpp's server, where it is installed, answers the same prompts from the
+same GGUF file over HTTP, with the better of one and eight slots.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import typer
 import yaml
 
 from flexgen_helm.benchmarks import llama_cpp
-from flexgen_helm.benchmarks.common import BUSY_LOAD, LOAD, machine, report, script, summary
+from flexgen_helm.benchmarks.common import choose, machine, report, script, summary
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
-from flexgen_helm.benchmarks.llama_cpp import SLOTS, PeerRun
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
@@ -38,14 +30,11 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.throughput import versions
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-QUICK_INSTANCES = 5
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 CHAT_REFERENCE = f"{REFERENCE}-chat"
 # Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
@@ -69,134 +58,175 @@ class Task:
     data: str | None = None
     chat: bool = False
 
-    def model(self, is_ours: bool) -> str:
-        """Return the model of our client or of HELM's."""
-        if is_ours:
-            return OURS if self.chat else f"{OURS}{TEMPLATE_SUFFIXES[False]}"
-        return CHAT_REFERENCE if self.chat else REFERENCE
+    @property
+    def models(self) -> tuple[str, str]:
+        """The model of our client and of HELM's."""
+        if self.chat:
+            return OURS, CHAT_REFERENCE
+        return f"{OURS}{TEMPLATE_SUFFIXES[False]}", REFERENCE
 
 
-T = TypeVar("T")
 _MMLU = ("mmlu:subject=abstract_algebra", "mmlu:subject=us_foreign_policy")
+_PATTERNS = ("synthetic_reasoning:mode=pattern_match",)
+_NATURAL = "synthetic_reasoning_natural:difficulty=easy"
 TASKS = (
     Task("mmlu", _MMLU, 1000, "mmlu"),
-    Task("natural", ("synthetic_reasoning_natural:difficulty=easy",), 100),
-    Task("pattern_match", ("synthetic_reasoning:mode=pattern_match",), 100),
-    Task("lambada", ("lambada:mode=accuracy", "lambada:mode=perplexity"), 500, "lambada_openai_test.jsonl"),
+    Task("natural", (_NATURAL,), 100),
+    Task("pattern_match", _PATTERNS, 100),
+    Task(
+        "lambada",
+        ("lambada:mode=accuracy", "lambada:mode=perplexity"),
+        500,
+        "lambada_openai_test.jsonl",
+    ),
     # HELM asks for 20 tokens here, and stops at a line's end.
-    Task("long_answers", ("synthetic_reasoning_natural:difficulty=easy,stop=none,increase_max_tokens=236",), 20),
+    Task("long_answers", (f"{_NATURAL},stop=none,increase_max_tokens=236",), 20),
 )
 CHAT_TASKS = (
     Task("mmlu_chat", _MMLU, 1000, "mmlu", chat=True),
-    Task("pattern_match_chat", ("synthetic_reasoning:mode=pattern_match",), 100, chat=True),
+    Task("pattern_match_chat", _PATTERNS, 100, chat=True),
 )
-# Side -> program, whether the client is ours, threads.
-SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
-    "flexgen-helm run": (SUITE, True, None),
-    "helm-run with flexgen": (HELM, True, None),
-    "huggingface -n 1": (HELM, False, 1),
-    "huggingface -n 4": (HELM, False, 4),
+FLEXGEN, HUGGINGFACE, LLAMA_CPP = "flexgen", "huggingface", "llama.cpp"
+# Side of a comparison, by who computes: the program and its threads, or the slots of a server.
+SIDES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
+    FLEXGEN: {"flexgen-helm run": (SUITE, None), "helm-run with flexgen": (HELM, None)},
+    HUGGINGFACE: {"huggingface -n 1": (HELM, 1), "huggingface -n 4": (HELM, 4)},
+    LLAMA_CPP: {f"llama.cpp's server, {slots} slots": (None, slots) for slots in (1, 8)},
 }
-HUGGINGFACE, LLAMA_CPP = "huggingface", "llama.cpp"
-# Peer -> its settings. Each is compared with our sides of the same call.
-PEERS: Mapping[str, Mapping[str, Any]] = {
-    HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
-    LLAMA_CPP: {"program": llama_cpp.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
-}
-FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
 def main(
     out: OutFile = None,
-    tasks: Annotated[str | None, typer.Option(help=f"With commas: {', '.join(task.name for task in TASKS)}.")] = None,
-    peers: Annotated[str | None, typer.Option(help=f"With commas: {', '.join(PEERS)}.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Through the model's chat template, in both clients.")] = False,
-    instances: Annotated[int | None, typer.Option("--instances", "-m", help="Of all tasks.")] = None,
+    tasks: str = "",
+    peers: str = f"{HUGGINGFACE},{LLAMA_CPP}",
+    chat: bool = False,
+    instances: int = 0,
     repeats: int = 3,
-    quick: bool = False,
 ) -> None:
-    """Measure all sides in alternation. What the file of --out has of other tasks and peers stays.
-
-    --quick: figures mean nothing.
-    """
-    earlier = _parts_of(out)
-    instances, repeats = (instances or QUICK_INSTANCES, 1) if quick else (instances, repeats)
-    chosen, notes = with_data(_chosen("task", tasks, {task.name: task for task in (CHAT_TASKS if chat else TASKS)}))
-    sides = list(_chosen("peer", peers, {peer: peer for peer in PEERS}))
+    """Measure all sides in alternation. tasks, peers: names with commas between. instances: of all tasks."""
+    known = {task.name: task for task in (CHAT_TASKS if chat else TASKS)}
+    chosen, notes = with_data([choose("task", name, known) for name in (tasks.split(",") if tasks else known)])
+    sides = {peer: choose("peer", peer, SIDES) for peer in (FLEXGEN, *filter(None, peers.split(",")))}
     if LLAMA_CPP in sides and (reason := llama_cpp.missing()) is not None:
-        sides.remove(LLAMA_CPP)
-        notes.append(f"SKIPPED, {LLAMA_CPP}: {reason}")
-        say(notes[-1])
-    parts: list[dict[str, Any]] = []
+        del sides[LLAMA_CPP]
+        notes.append(f"{LLAMA_CPP} is left out: {reason}")
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
         checkpoint = open_checkpoint(WHEEL_MODEL)
         _prepare(Path(scratch), checkpoint)
-        for task in chosen if sides else ():
+        parts = []
+        for task in chosen:
             task = replace(task, instances=instances or task.instances)
-            chat_format = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
-            runs, served, more = _measure(task, sides, repeats, chat_format, Path(scratch))
-            parts += _parts(task, runs, served)
-            notes += more
-    report(_joined(earlier, parts, notes), out)
-
-
-def _measure(
-    task: Task, peers: Sequence[str], repeats: int, chat: ChatFormat, scratch: Path
-) -> tuple[dict[str, list[HelmRun]], dict[int, list[PeerRun]], list[str]]:
-    """Run all sides of a task by turns. Returns runs by side, those of llama.cpp's server by slots, and notes."""
-    sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
-    runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
-    served: dict[int, list[PeerRun]] = {}
-    reason = None
-    for repeat in range(repeats):
-        for label, (program, is_ours, threads) in sides.items():
-            folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
-            entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
-            run = helm_run(entries, task.instances, folder, scratch / "configs", threads, program=program)
-            runs[label].append(run)
-            say(f"{task.name}, {label}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
-        if LLAMA_CPP not in peers:
-            continue
-        requests = runs[FLEXGEN[0]][-1].requests
-        if (reason := llama_cpp.unsupported(requests)) is not None:
-            continue
-        ids = [_prompt_ids(request, chat) for request in requests]
-        for slots in SLOTS:
-            log = scratch / f"{task.name}.{slots}.{repeat}.txt"
-            answered = llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
-            served.setdefault(slots, []).append(answered)
-            say(f"{task.name}, {LLAMA_CPP}, {slots} slots: {answered.seconds:.1f} s")
-    return runs, served, [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if reason else []
-
-
-def _parts_of(out: Path | None) -> list[dict[str, Any]]:
-    """Return the parts of the result in a file. Raises `UsageError` where it has none of this kind."""
-    if out is None or not out.exists():
-        return []
-    with suppress(ValueError, KeyError, TypeError):
-        parts: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["tasks"]
-        if all("peer" in part for part in parts):
-            return parts
-    raise UsageError(f"--out {out} has no parts to add to: name a new file")
-
-
-def _chosen(kind: str, names: str | None, known: Mapping[str, T]) -> list[T]:
-    """Return what is known by the names with commas between; all where they are None. Raises `UsageError`."""
-    try:
-        return [known[name] for name in (names.split(",") if names is not None else known)]
-    except KeyError as error:
-        raise UsageError(f"there is no {kind} {error}; known are {', '.join(known)}") from None
+            runs = _measure(task, sides, repeats, checkpoint, Path(scratch))
+            parts.append(_part(task, sides, runs))
+    if not parts:
+        raise UsageError("; ".join(notes))
+    result = {
+        "name": "clients",
+        "hardware": {**machine(), **parts[0]["hardware"]},
+        "rows": [row for part in parts for row in part.pop("rows")],
+        "ratios": {key: value for part in parts for key, value in part.pop("ratios").items()},
+        "notes": [*(note for part in parts for note in part.pop("notes")), *notes],
+        "tasks": parts,
+    }
+    report(result, out)
 
 
 def with_data(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
     """Return the tasks whose data is here, and notes on the others."""
-    folder = data_dir()
-    here = [task for task in tasks if task.data is None or (folder is not None and (folder / task.data).exists())]
-    return here, [
-        f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}"
-        for task in tasks
-        if task not in here
+    folder = data_dir() or Path("data")
+    absent = [task for task in tasks if task.data is not None and not (folder / task.data).exists()]
+    return [task for task in tasks if task not in absent], [
+        f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}" for task in absent
     ]
+
+
+def _measure(
+    task: Task,
+    sides: Mapping[str, Mapping[str, tuple[Any, Any]]],
+    repeats: int,
+    checkpoint: Checkpoint,
+    scratch: Path,
+) -> dict[str, list[HelmRun]]:
+    """Run all sides of a task by turns, and return their runs."""
+    runs: dict[str, list[HelmRun]] = {side: [] for group in sides.values() for side in group}
+    chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
+    for repeat, (side, measured) in product(range(repeats), runs.items()):
+        folder = scratch / f"{task.name}.{repeat}.{[*runs].index(side)}"
+        peer = next(peer for peer, group in sides.items() if side in group)
+        program, number = SIDES[peer][side]
+        if peer == LLAMA_CPP:
+            requests = next(iter(runs.values()))[-1].requests
+            if llama_cpp.unsupported(requests) is not None:
+                continue
+            ids = [_prompt_ids(request, chat) for request in requests]
+            run = llama_cpp.serve(fetch(WHEEL_MODEL), ids, requests, number, folder)
+        else:
+            model = task.models[peer == HUGGINGFACE]
+            entries = [with_model(entry, model) for entry in task.entries]
+            configs = scratch / "configs"
+            run = helm_run(entries, task.instances, folder, configs, number, program=program)
+        measured.append(run)
+        print(f"{task.name}, {side}: {run.seconds:.1f} s ({repeat + 1} of {repeats})")
+    return runs
+
+
+def _part(
+    task: Task,
+    sides: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, Sequence[HelmRun]],
+) -> dict[str, Any]:
+    """Return a task's part of the result: rows, ratios, notes, and what was asked for and computed."""
+    rows = {side: _row(task, side, repeats) for side, repeats in runs.items() if repeats}
+    best = {
+        peer: min(measured, key=lambda side: float(rows[side]["median"]))
+        for peer, group in sides.items()
+        if (measured := [side for side in group if side in rows])
+    }
+    ours = best.pop(FLEXGEN)
+    typical = sorted(runs[ours], key=lambda run: run.seconds)[(len(runs[ours]) - 1) // 2]
+    prompts = prompt_tokens(typical.records)
+    ratios: dict[str, float] = {}
+    notes = [
+        f"{task.name}, {ours}: {prompts['computed']:.0f} of {prompts['asked']:.0f} requested prompt "
+        f"tokens were computed; efficiency {prompts['efficiency']:.1%}"
+    ]
+    differing: list[dict[str, Any]] = []
+    for peer, side in best.items():
+        ratios[f"{task.name}_{peer}"] = rows[side]["median"] / rows[ours]["median"]
+        after = _seconds_after_ready(runs[side]) / _seconds_after_ready(runs[ours])
+        ratios[f"{task.name}_{peer}_after_start_up"] = after
+        texts = runs[side][-1].texts
+        equal = sum(a == b for a, b in zip(typical.texts, texts, strict=True))
+        notes.append(f"  against {side}: {equal} of {len(texts)} completions equal")
+        if peer == HUGGINGFACE:
+            differing = differences(typical.stats, runs[side][-1].stats)
+            notes += [f"    {line}" for line in dict.fromkeys(map(_told, differing))]
+    return {
+        "name": task.name,
+        "entries": list(task.entries),
+        "instances": task.instances,
+        "hardware": typical.records[0]["hardware"],
+        "prompts": prompts,
+        "differing": differing,
+        "rows": list(rows.values()),
+        "ratios": ratios,
+        "notes": notes,
+    }
+
+
+def _row(task: Task, side: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
+    """Return a row of the result. The request_s of concurrent threads overlap, so may be longer."""
+    seconds = [run.seconds for run in runs]
+    medians = {key: median(getattr(run, key) for run in runs) for key in ("ready_s", "request_s")}
+    return {"label": f"{task.name}: {side}", **summary(seconds), **medians, "seconds": seconds}
+
+
+def _seconds_after_ready(runs: Sequence[HelmRun]) -> float:
+    return median(run.seconds - run.ready_s for run in runs)
+
+
+def _told(line: Mapping[str, Any]) -> str:
+    return line["why"] or f"{line['metric']}: {line['ours']}, reference {line['reference']}"
 
 
 def with_model(entry: str, model: str) -> str:
@@ -229,18 +259,15 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
         }
         for name in (REFERENCE, CHAT_REFERENCE)
     ]
-    models = [
-        {
-            "name": name,
-            "creator_organization_name": "reference",
-            "display_name": "Hugging Face client",
-            "description": "the same weights under HELM's own client",
-            "access": "open",
-            "release_date": None,
-            "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG", "INSTRUCTION_FOLLOWING_MODEL_TAG"],
-        }
-        for name in (REFERENCE, CHAT_REFERENCE)
-    ]
+    described = {
+        "creator_organization_name": "reference",
+        "display_name": "Hugging Face client",
+        "description": "the same weights under HELM's own client",
+        "access": "open",
+        "release_date": None,
+        "tags": ["TEXT_MODEL_TAG", "INSTRUCTION_FOLLOWING_MODEL_TAG"],
+    }
+    models = [{"name": name, **described} for name in (REFERENCE, CHAT_REFERENCE)]
     tokenizer_config: dict[str, Any] = {
         "name": REFERENCE,
         "tokenizer_spec": {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer", "args": source},
@@ -263,137 +290,19 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> None:
         (scratch / "configs" / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
 
 
-def _parts(
-    task: Task,
-    runs: Mapping[str, list[HelmRun]],
-    served: Mapping[int, Sequence[PeerRun]],
-) -> list[dict[str, Any]]:
-    """Return a part of the result for each peer.
-
-    served: slots of llama.cpp's server -> runs.
-    """
-    rows = {label: _row(task, label, repeats) for label, repeats in runs.items()}
-    ours = _fastest(rows, FLEXGEN)
-    by_duration = sorted(runs[ours], key=lambda run: run.seconds)
-    typical = by_duration[(len(by_duration) - 1) // 2]  # of an even number, the faster one
-    assert typical.records, "our runs write flexgen_run.json"
-    prompts = prompt_tokens(typical.records)
-    found: dict[str, dict[str, Any]] = {}
-    if peer_sides := [label for label in runs if label not in FLEXGEN]:
-        theirs = _fastest(rows, peer_sides)
-        scores, lines = _compared_scores(typical, runs[theirs][-1])
-        found[HUGGINGFACE] = {
-            "rows": [rows[label] for label in peer_sides],
-            "ratios": {
-                "end_to_end": rows[theirs]["median"] / rows[ours]["median"],
-                "after_the_first_request": _seconds_after_ready(runs[theirs]) / _seconds_after_ready(runs[ours]),
-            },
-            "scores": scores,
-            "notes": [
-                f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
-                f"prompt tokens were computed; efficiency {prompts['efficiency']:.1%}",
-                *lines,
-            ],
-        }
-    if served:
-        found[LLAMA_CPP] = llama_cpp.compare(task.name, typical, rows[ours], served)
-    common = {
-        "name": task.name,
-        "entries": list(task.entries),
-        "instances": task.instances,
-        "date": date.today().isoformat(),
-        "hardware": {**machine(), **typical.records[0]["hardware"]},
-        "load": LOAD,
-        "versions": versions(),
-        "prompts": prompts,
-    }
-    busy = [f"  {task.name} was measured on a busy machine (load {LOAD:.1f})"] if LOAD > BUSY_LOAD else []
-    return [
-        {
-            **common,
-            "peer": peer,
-            **part,
-            "rows": [*(rows[label] for label in FLEXGEN), *part["rows"]],
-            "notes": part["notes"] + busy,
-            "settings": {"repeats": len(runs[ours]), **PEERS[peer]},
-        }
-        for peer, part in found.items()
-    ]
-
-
-def _compared_scores(ours: HelmRun, reference: HelmRun) -> tuple[dict[str, Any], list[str]]:
-    """Compare metrics and completions with HELM's client; returns `scores` of a part, and its notes."""
-    num_compared = len(ours.stats.keys() | reference.stats.keys())
-    differing = differences(ours.stats, reference.stats)
-    unexplained = [line for line in differing if line["why"] is None]
-    equal = sum(a == b for a, b in zip(ours.texts, reference.texts))
-    lines = [
-        f"  completions: {equal} of {len(ours.texts)} equal; metrics: {num_compared - len(differing)} "
-        f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
-        *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
-        *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
-    ]
-    return {"compared": num_compared, "differing": differing, "equal_completions": equal}, lines
-
-
-def _fastest(rows: Mapping[str, Mapping[str, Any]], sides: Iterable[str]) -> str:
-    return min(sides, key=lambda side: float(rows[side]["median"]))
-
-
-def _joined(
-    earlier: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], notes: Sequence[str]
-) -> dict[str, Any]:
-    """Return the result of all parts. One that was measured again takes the place of the earlier one.
-
-    hardware, versions: of the last call.
-    """
-    if not measured:
-        raise UsageError("; ".join(notes) or "nothing to measure: no chosen task is compared with a chosen peer")
-    parts = list({(part["name"], part["peer"]): part for part in (*earlier, *measured)}.values())
-    rows: list[Any] = []
-    for part in parts:  # parts of one call share our rows
-        rows += [row for row in part["rows"] if row not in rows]
-    return {
-        "name": "clients",
-        "hardware": measured[0]["hardware"],
-        "versions": measured[0]["versions"],
-        "rows": rows,
-        "ratios": {f"{part['name']}_{key}": value for part in parts for key, value in part["ratios"].items()},
-        "tasks": parts,
-        "notes": [*(line for part in parts for line in part["notes"]), *notes],
-    }
-
-
-def _seconds_after_ready(runs: Sequence[HelmRun]) -> float:
-    return median(run.seconds - run.ready_s for run in runs)
-
-
-def _row(task: Task, label: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
-    """Return a row of the result. The request_s of concurrent threads overlap and may exceed the wall time."""
-    seconds = [run.seconds for run in runs]
-    return {
-        "label": f"{task.name}: {label}",
-        **summary(seconds),
-        "ready_s": median(run.ready_s for run in runs),
-        "request_s": median(run.request_s for run in runs),
-        "seconds": seconds,
-    }
-
-
 def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> Sequence[int]:
     text = chat.render_prompt(request["prompt"]) if chat.applied else request["prompt"]
     return chat.tokenizer.encode(text, add_special_tokens=False)
 
 
 def prompt_tokens(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Count requested and computed prompt tokens, and output tokens; also the efficiency."""
+    """Count requested and computed prompt tokens; also the efficiency."""
     workloads = [record["workload"] for record in records]
     padded_tokens = sum(record["padded_throughput"] * record["latency_s"] for record in records)
     real_tokens = sum(record["actual_throughput"] * record["latency_s"] for record in records)
     return {
         "asked": sum(workload["prompt_tokens"] for workload in workloads),
         "computed": sum(workload["prompt_tokens_computed"] for workload in workloads),
-        "output": sum(workload["output_tokens"] for workload in workloads),
         "efficiency": real_tokens / padded_tokens,
     }
 

@@ -7,10 +7,11 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
+from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks.common import tokens_per_s
 from flexgen_helm.benchmarks.process import in_own_process
-
-_WARM_UP_PROMPT, _WARM_UP_OUTPUT = 8, 2
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.request import MemoryLimits
 
 
 def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -20,13 +21,8 @@ def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def run_engine(**block: Any) -> dict[str, Any]:
-    """Run a block once, and return its run record as JSON. block: arguments of `run_blocks`."""
-    (record,) = run_blocks(**block)
-    return {
-        **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
-        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware", "roofline_s")},
-        **run_sizes(block["rows"], block["prompt"], block["output"]),
-    }
+    """Run a block once, and return its run record. block: arguments of `run_blocks`."""
+    return run_blocks(**block)[0]
 
 
 def alternate(sides: Mapping[str, Mapping[str, Any]], repeats: int) -> dict[str, list[dict[str, Any]]]:
@@ -34,16 +30,14 @@ def alternate(sides: Mapping[str, Mapping[str, Any]], repeats: int) -> dict[str,
 
     sides: label -> arguments of `run_engine`.
     """
-    from flexgen_helm.cli.console import say
-
     records: dict[str, list[dict[str, Any]]] = {label: [] for label in sides}
     for repeat in range(repeats):
         for label, block in sides.items():
             record = in_own_process(run_engine, block)
             records[label].append(record)
-            say(
-                f"{label}: {record['latency_s']:.2f} s, of which {record['time_s']['wait']:.1f} s waiting, "
-                f"{tokens_per_s(record):.2f} token/s ({repeat + 1} of {repeats})"
+            print(
+                f"{label}: {record['latency_s']:.2f} s, of which {record['time_s']['wait']:.1f} s "
+                f"waiting, {tokens_per_s(record):.2f} token/s ({repeat + 1} of {repeats})"
             )
     return records
 
@@ -56,44 +50,43 @@ def run_blocks(
     rows: int,
     prompt: int,
     output: int,
-    warm: bool = False,
     warm_output: int | None = None,
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Run the same block `repeats` times after a warm-up, and return the run records.
 
-    engine: arguments of `Engine.from_pretrained`.
-    warm: warm up with the whole block, which touches its memory; else with a few tokens. On a virtual machine the
-        first touch takes longer than computing, and only the first block of a process pays for it.
-    warm_output: so many output tokens of that block, behind prompts that are longer by the others.
-    """
-    from flexgen_helm import Engine, GenerationRequest
-    from flexgen_helm.request import MemoryLimits
+    The warm-up is the whole block, which touches its memory: on a virtual machine the first touch
+    takes longer than computing, and only the first block of a process pays for it.
 
+    engine: arguments of `Engine.from_pretrained`.
+    warm_output: so many output tokens in the warm-up, behind prompts that are longer by the others.
+    """
     records = []
     with Engine.from_pretrained(model, limits=MemoryLimits(**limits), weights="dummy", **engine) as loaded:
 
-        def requests(count: int, length: int, tokens: int) -> list[GenerationRequest]:
-            return [
-                GenerationRequest(prompt_token_ids=ids, max_tokens=tokens, ignore_eos=True)
-                for ids in prompts(count, length, loaded.config.vocab_size)
-            ]
+        def run(tokens: int) -> dict[str, Any]:
+            ids = prompts(rows, prompt + output - tokens, loaded.config.vocab_size)
+            settings: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
+            results = loaded.run([GenerationRequest(prompt_token_ids=x, **settings) for x in ids])
+            for error in (result.error for result in results if result.error is not None):
+                raise error
+            assert loaded.last_run is not None
+            return dict(loaded.last_run)
 
-        block = requests(rows, prompt, output)
-        if not warm:
-            loaded.run(requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
-        else:
-            loaded.run(block if warm_output is None else requests(rows, prompt + output - warm_output, warm_output))
+        run(warm_output or output)
         for _ in range(repeats):
-            for result in loaded.run(block):
-                if result.error is not None:
-                    raise result.error
-            records.append(loaded.last_run)
+            records.append({**run(output), **run_sizes(rows, prompt, output)})
     return records
 
 
+def block_bytes(config: ModelConfig, rows: int, prompt: int, output: int) -> int:
+    """Return the bytes of a block's KV cache and hidden states in float32."""
+    cache = (prompt + output) * 2 * config.num_cache_layers * config.kv_size
+    return 4 * rows * (cache + prompt * config.hidden_size)
+
+
 def run_sizes(rows: int, prompt: int, output: int) -> dict[str, int]:
-    """Return the part of a record that is counted instead of measured, and this process's peak resident memory."""
+    """Return what of a record is counted instead of measured, and this process's peak memory."""
     return {
         "rows": rows,
         "prompt_tokens": rows * prompt,

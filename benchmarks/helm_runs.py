@@ -9,11 +9,11 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.benchmarks.common import log_tail, run_logged
+from flexgen_helm.benchmarks.process import log_tail, run_logged
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.suite import SUITE_FILE
@@ -37,10 +37,10 @@ class HelmRun:
     """
 
     seconds: float
-    request_s: float
-    stats: Mapping[str, float]
     texts: Sequence[str]
-    records: Sequence[Mapping[str, Any]]
+    request_s: float = 0.0
+    stats: Mapping[str, float] = field(default_factory=dict)
+    records: Sequence[Mapping[str, Any]] = ()
     requests: Sequence[Mapping[str, Any]] = ()
     ready_s: float = 0.0
 
@@ -69,8 +69,9 @@ def helm_run(
         shutil.copy(file, local / file.name)
     _share_weights(own_home)
     _share_data(output / "scenarios")
-    command = [_script(program[0]), *program[1:], "-r", *entries, "-m", str(instances), "--suite", "bench"]
-    command += ["-o", str(output), "--local-path", str(local)]
+    installed = str(Path(sys.executable).with_name(program[0]))
+    command = [installed, *program[1:], "-r", *entries, f"--max-eval-instances={instances}"]
+    command += ["--suite=bench", f"--output-path={output}", f"--local-path={local}"]
     if threads is not None:
         command += ["-n", str(threads)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HOME": str(own_home), **(variables or {})}
@@ -157,14 +158,6 @@ def _share_data(scenarios: Path) -> None:
     if folder is not None and (folder / "mmlu").is_dir():
         (scenarios / "mmlu").mkdir(parents=True)
         (scenarios / "mmlu" / "data").symlink_to((folder / "mmlu").resolve())
-
-
-def _script(name: str) -> str:
-    installed = Path(sys.executable).with_name(name)
-    script = str(installed) if installed.is_file() else shutil.which(name)
-    if script is None:
-        raise FlexgenError(f"{name} is not on the path; run flexgen-helm doctor")
-    return script
 
 
 def _read(path: Path) -> Any:

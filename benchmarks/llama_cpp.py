@@ -12,45 +12,25 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
-from statistics import median
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks.common import log_tail, summary
 from flexgen_helm.benchmarks.helm_runs import HelmRun
+from flexgen_helm.benchmarks.process import log_tail
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.report.throughput import versions
 
 PROGRAM = "llama-server"
-# Requests that it computes at a time; the better one counts.
-SLOTS = (1, 8)
-_START_S, _ANSWER_S, _END_S = 120.0, 3600.0, 10.0
-
-
-@dataclass(frozen=True)
-class PeerRun:
-    """seconds: of the whole process. ready_s: until the model was loaded. texts: completions, in order."""
-
-    seconds: float
-    ready_s: float
-    texts: Sequence[str]
-    flags: Sequence[str] = ()
+_START_S, _ANSWER_S = 120.0, 3600.0
 
 
 def missing() -> str | None:
     """Say why the server cannot be measured here; None if it can."""
     return None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
-
-
-def version() -> str:
-    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)
-    return (done.stderr + done.stdout).partition("\n")[0].removeprefix("version: ")
 
 
 def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
@@ -64,7 +44,7 @@ def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
 
 def serve(
     file: Path, prompts: Sequence[Sequence[int]], requests: Sequence[Mapping[str, Any]], slots: int, log: Path
-) -> PeerRun:
+) -> HelmRun:
     """Start a server, send it HELM's `requests`, and end it; prompts: token ids of each.
 
     Raises `FlexgenError` with the end of the server's log if it ends, or answers with an error.
@@ -82,15 +62,11 @@ def serve(
             ready_s = time.perf_counter() - began
             with ThreadPoolExecutor(2 * slots) as pool:  # a slot never waits for this program
                 texts = list(pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests))
-            return PeerRun(time.perf_counter() - began, ready_s, texts, flags)
+            return HelmRun(time.perf_counter() - began, texts, ready_s=ready_s)
         except (OSError, KeyError, ValueError) as error:
             raise FlexgenError(f"{PROGRAM} failed ({error}):\n{log_tail(log)}") from error
         finally:
-            server.terminate()
-            try:
-                server.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            server.kill()  # it has nothing to lose
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
@@ -115,39 +91,3 @@ def _complete(url: str, ids: Sequence[int], request: Mapping[str, Any]) -> str:
     sent = Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(sent, timeout=_ANSWER_S) as answer:
         return str(json.loads(answer.read())["content"])
-
-
-def compare(
-    task: str, ours: HelmRun, our_row: Mapping[str, Any], runs: Mapping[int, Sequence[PeerRun]]
-) -> dict[str, Any]:
-    """Return rows, ratios, equal completions, versions and notes of a comparison with the better number of slots.
-
-    Its seconds are those of the server alone: HELM's own start-up and metrics, which ours have, are not in them.
-    ours: our typical run. our_row: of the result. runs: by slots.
-    """
-    rows = {
-        slots: {
-            "label": f"{task}: llama.cpp's server, {slots} slots",
-            **summary([run.seconds for run in repeats]),
-            "ready_s": median(run.ready_s for run in repeats),
-            "seconds": [run.seconds for run in repeats],
-            "flags": list(repeats[-1].flags),
-        }
-        for slots, repeats in runs.items()
-    }
-    best = min(rows, key=lambda slots: float(rows[slots]["median"]))
-    after = median(run.seconds - run.ready_s for run in runs[best])
-    equal = sum(a == b for a, b in zip(ours.texts, runs[best][-1].texts, strict=True))
-    return {
-        "rows": list(rows.values()),
-        "ratios": {
-            "against_llama_cpp": rows[best]["median"] / our_row["median"],
-            "against_llama_cpp_after_start_up": after / (ours.seconds - ours.ready_s),
-        },
-        "scores": {"equal_completions": equal, "completions": len(ours.texts)},
-        "versions": {**versions(), "llama.cpp": version()},
-        "notes": [
-            f"{our_row['label']} against llama.cpp's server with {best} slots, which runs without HELM; "
-            f"{equal} of {len(ours.texts)} completions equal"
-        ],
-    }

@@ -5,109 +5,82 @@ Only there the page cache counts as the memory that it is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.benchmarks import accelerate_task
-from flexgen_helm.benchmarks.common import ProcessKilled, run_row, tokens_per_s
-from flexgen_helm.benchmarks.engine_task import run_engine
-from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
-from flexgen_helm.benchmarks.memory_settings import offload_setting
-from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.cli.console import say
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.benchmarks.common import run_row
+from flexgen_helm.benchmarks.engine_task import block_bytes, run_engine
+from flexgen_helm.benchmarks.process import (
+    GroupUnavailable,
+    ProcessKilled,
+    forget_files,
+    in_own_process,
+    memory_group,
+)
+from flexgen_helm.checkpoint.names import read_model_config
 
 if TYPE_CHECKING:
     from flexgen_helm.benchmarks.offload import Workload
 
 OURS, THEIRS = "ours", "accelerate"
-# Side -> sequences of the block -> records of its runs.
-Records = Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]
 
 
-def measure(
-    workload: Workload, config: ModelConfig, scratch: Path
-) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
-    """Return the records of both sides, and notes about what was left out.
-
-    Both sides take turns; a side's larger blocks are left out once one had too little memory.
-    """
-    records: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
-    notes: list[str] = []
-    group_bytes = workload.group_bytes
+def measure(workload: Workload, scratch: Path, result: dict[str, Any]) -> None:
+    """Measure both sides by turns, and add rows, ratios, and notes of what was left out to the result."""
+    folder = scratch / "accelerate"
     try:
-        MemoryGroup(group_bytes).close()
-        reason = accelerate_task.missing()
+        with memory_group(workload.group_bytes):
+            reason = accelerate_task.missing()
     except GroupUnavailable as error:
         reason = str(error)
     if reason is not None:
-        say(f"SKIPPED, Accelerate: {reason}")
-        return records, [f"SKIPPED, Accelerate: {reason}"]
-    sizes = {"prompt": workload.prompt, "output": workload.output}
-    folder = scratch / "accelerate"
-    folder.mkdir()
-    in_own_process(accelerate_task.write_weights, {"model": workload.model, "folder": str(folder)})
-
-    def run(side: str, rows: int) -> bool:
-        """Run one block; returns whether it had enough memory."""
-        block = {"model": workload.model, "rows": rows, **sizes}
-        with MemoryGroup(group_bytes) as group:
-            forget_files(scratch)
-            try:
-                if side == THEIRS:
-                    arguments = {**block, "folder": str(folder)}
-                    record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
-                else:
-                    limit, policy = offload_setting(config, rows, **sizes, share=workload.weights_share)
-                    engine = {"device": "cpu", "policy": str(policy), "schedule": "zigzag"}
-                    engine["offload_dir"] = str(scratch / "ours")
-                    arguments = {**block, "engine": engine, "limits": {"cpu": limit}, "warm": True}
-                    record = in_own_process(run_engine, arguments, group)
-            except ProcessKilled:
-                notes.append(f"{side}, {rows} rows: more than {group_bytes:,} bytes, ended by the kernel")
-                say(notes[-1])
-                return False
-            record["group_peak_bytes"] = group.peak
-        records[side].setdefault(rows, []).append(record)
-        say(f"{side}, {rows} rows in {group_bytes / 2**30:g} GiB: {tokens_per_s(record):.2f} token/s")
-        return True
-
-    sizes_left = {side: list(workload.peer_rows) for side in records}
+        result["notes"].append(f"Accelerate is left out: {reason}")
+        return
+    write = {"model": workload.model, "folder": str(folder)}
+    in_own_process(accelerate_task.write_weights, write)
+    records: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for _ in range(workload.repeats):
         for rows in workload.peer_rows:
-            for side, left in sizes_left.items():
-                if rows in left and not run(side, rows):
-                    sizes_left[side] = [size for size in left if size < rows]  # larger blocks need more memory still
-    return records, notes
-
-
-def best_size(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
-    """Return the block size with the highest throughput, 0 if there is none."""
-    return max(records, key=lambda rows: median(map(tokens_per_s, records[rows])), default=0)
-
-
-def rows(records: Records) -> list[dict[str, Any]]:
-    return [
-        {
-            **run_row(f"{side} x {size} in a group", repeats),
-            "resident_bytes": max(record["resident_bytes"] for record in repeats),
-            "group_peak_bytes": [record["group_peak_bytes"] for record in repeats],
-        }
-        for side, sizes in records.items()
-        for size, repeats in sizes.items()
-    ]
-
-
-def ratios(records: Records, small: int) -> dict[str, float]:
-    """Return our throughput over Accelerate's, at `small` sequences and each at its best, if both were measured."""
+            for side in (OURS, THEIRS):
+                try:
+                    records[side, rows].append(_run(workload, scratch, side, rows))
+                except ProcessKilled as error:
+                    result["notes"].append(f"{side}, {rows} rows: {error}, for lack of memory")
+    found = {key: _row(*key, repeats) for key, repeats in records.items() if repeats}
+    result["rows"] += found.values()
+    speeds = {key: row["tokens_per_s"] for key, row in found.items()}
+    first = workload.peer_rows[0]
+    best = [max((v for (s, _), v in speeds.items() if s == side), default=0) for side in (OURS, THEIRS)]
     pairs = {
-        f"accelerate_at_batch_{small}": (small, small),
-        "accelerate_at_best_batch": (best_size(records[OURS]), best_size(records[THEIRS])),
+        f"accelerate_at_batch_{first}": [speeds.get((side, first)) for side in (OURS, THEIRS)],
+        "accelerate_at_best_batch": best,
     }
+    result["ratios"] |= {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}
+
+
+def _run(workload: Workload, scratch: Path, side: str, rows: int) -> dict[str, Any]:
+    """Run one block in a group, with an empty page cache. Raises `ProcessKilled` for lack of memory."""
+    sizes = {"rows": rows, "prompt": workload.prompt, "output": workload.output}
+    block: dict[str, Any] = {"model": workload.model, **sizes}
+    forget_files(scratch)
+    if side == THEIRS:
+        block["folder"] = str(scratch / "accelerate")
+        environment = accelerate_task.ENVIRONMENT
+        return in_own_process(accelerate_task.generate, block, workload.group_bytes, environment)
+    config, _ = read_model_config(workload.model)
+    weights = int(workload.weights_share * 2 * config.num_parameters)
+    block["limits"] = {"cpu": weights + block_bytes(config, **sizes)}
+    policy = f"{rows}x1,0,0,0,100,0,100"
+    folder = str(scratch / "ours")
+    block["engine"] = {"device": "cpu", "policy": policy, "schedule": "zigzag", "offload_dir": folder}
+    return in_own_process(run_engine, block, workload.group_bytes)
+
+
+def _row(side: str, rows: int, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        name: median(map(tokens_per_s, records[OURS][ours])) / median(map(tokens_per_s, records[THEIRS][theirs]))
-        for name, (ours, theirs) in pairs.items()
-        if ours in records[OURS] and theirs in records[THEIRS]
+        **run_row(f"{side} x {rows} in a group", records),
+        "resident_bytes": max(record["resident_bytes"] for record in records),
     }

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
-from flexgen_helm.benchmarks.common import report, script, summary
+from flexgen_helm.benchmarks.common import machine, report, script, summary
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import policy as planner_policy
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import ROW, ZIGZAG, Policy, Schedule
+from flexgen_helm.planner.planner import corrected, corrections
+from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import search
@@ -51,16 +48,11 @@ class Workload:
     cpu_mib: int = 900
     gpu_mib: int = 160
     link_gb_s: tuple[float, float] = (2.0, 2.0)
-    repeats: int = 5
-    offload_dir: Path | None = None
 
     def limits(self, device: str) -> dict[str, int]:
         """Return the bytes of each limited tier."""
         limits = {"cpu": self.cpu_mib * MIB}
         return limits | {"gpu": self.gpu_mib * MIB} if device == "sim" else limits
-
-
-QUICK = Workload(prompt=6, output=3, sequences=4, repeats=1)
 
 
 @dataclass(frozen=True)
@@ -71,115 +63,106 @@ class Case:
     policy: Policy
     schedule: Schedule
 
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        device, schedule, policy = line.split()
+        return cls(device, Policy.parse(policy), SCHEDULES[schedule])
+
     def __str__(self) -> str:
         return f"{self.device} {self.schedule} {self.policy}"
 
 
-def main(out: OutFile = None, quick: bool = False, repeats: int | None = None, offload_dir: Path | None = None) -> None:
-    """Predict and measure. --quick: figures mean nothing."""
-    workload = QUICK if quick else Workload()
-    workload = replace(workload, repeats=repeats or workload.repeats, offload_dir=offload_dir)
-    report(measure(workload, measured_profile(folder=offload_dir, fresh=not quick)), out)
-
-
-def measure(workload: Workload, profile: HardwareProfile) -> dict[str, Any]:
-    """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
-    rows: list[dict[str, Any]] = []
-    errors = []
-    profiles = {case.device: corrected_profile(workload, profile, case) for case in CORRECTION_CASES}
-    for case in spread_cases():
-        problem = problem_of(workload, profiles[case.device], case.device)
-        predicted = predict(problem, case.policy, case.schedule)
-        if not predicted.feasible:
-            say(f"left out, does not fit: {case}")
-            continue
-        seconds = seconds_of(run_case(workload, case, workload.repeats))
-        rows.append(
-            {
-                "label": str(case),
-                **summary(seconds),
-                "predicted_s": predicted.latency_s,
-                "of_prediction": median(seconds) / predicted.latency_s,
-                "bottleneck": predicted.bottleneck,
-                "seconds": seconds,
-            }
-        )
-        errors.append(abs(predicted.latency_s / median(seconds) - 1))
-        say(f"{case}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
-    problem = problem_of(workload, profiles["sim"], "sim")
-    solution = search(problem)
-    chosen = Case("sim", solution.policy, solution.schedule)
-    grid = [case for case in grid_cases() if predict(problem, case.policy, case.schedule).feasible]
-    measured: dict[str, list[float]] = {}
-    for repeat in range(workload.repeats):
-        for case in (chosen, *grid):
-            measured.setdefault(str(case), []).extend(seconds_of(run_case(workload, case, 1)))
-        say(f"the grid: {repeat + 1} of {workload.repeats}")
-    for name, seconds in measured.items():
-        mark = "chosen: " if name == str(chosen) else "grid: "
-        rows.append({"label": mark + name, **summary(seconds), "seconds": seconds})
-    best = min(median(seconds) for name, seconds in measured.items() if name != str(chosen))
-    noise = [max(seconds) / min(seconds) - 1 for seconds in measured.values()]
-    hardware = {"cores": psutil.cpu_count(logical=False), "memory_bytes": psutil.virtual_memory().total}
-    return {
-        "name": "policy",
-        "workload": asdict(replace(workload, offload_dir=None)),
-        "hardware": {**hardware, "profile": profile.to_json()},
-        "rows": rows,
-        "ratios": {
-            "chosen_to_best_of_grid": median(measured[str(chosen)]) / best,
-            "largest_error": 1 + max(errors),
-            "median_error": 1 + median(errors),
-        },
-        "notes": [
-            f"{len(errors)} policies predicted and measured; a grid of {len(grid)}; "
-            f"noise: the slowest run of a policy takes {median(noise):.0%} longer than its quickest (median)",
-        ],
-    }
+def parse(cases: str) -> list[Case]:
+    return [Case.parse(line) for line in cases.strip().splitlines()]
 
 
 # The runs that correct each device's profile; they are not among the judged ones.
-CORRECTION_CASES = (
-    Case("cpu", Policy(24, 4, 0, 0.2, 0, 1, 0, 1), ZIGZAG),
-    Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), ZIGZAG),
-)
+CORRECTION = parse("""
+cpu zigzag 24x4,0,20,0,100,0,100
+sim zigzag 24x4,10,90,0,100,0,100
+""")
+# Schedules, placements and devices.
+SPREAD = parse("""
+cpu zigzag 96x1,0,100,0,100,0,100
+cpu zigzag 96x1,0,0,0,100,0,100
+cpu zigzag 32x3,0,50,0,100,0,100
+cpu zigzag 16x1,0,0,0,100,0,100
+cpu row 24x4,0,0,0,100,0,100
+sim zigzag 48x2,0,100,0,100,0,100
+sim zigzag 32x3,20,80,0,100,0,100
+sim zigzag 24x4,0,50,0,100,0,100
+sim row 16x2,20,80,0,100,0,100
+sim zigzag 8x1,0,100,100,0,100,0
+""")
+# Block shapes x placements, and one policy batch by batch.
+GRID = [
+    *(
+        Case.parse(f"sim zigzag {block},{weights},0,100,0,100")
+        for block in ("96x1", "48x2", "32x3", "24x4", "32x1")
+        for weights in ("0,100", "20,80", "0,50", "50,50")
+    ),
+    Case.parse("sim row 24x4,20,80,0,100,0,100"),
+]
+
+
+def main(out: OutFile = None, repeats: int = 5) -> None:
+    """Predict and measure."""
+    report(measure(Workload(), repeats, measured_profile(fresh=True)), out)
+
+
+def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[str, Any]:
+    """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
+    profiles = {case.device: corrected_profile(workload, profile, case) for case in CORRECTION}
+    problems = {device: problem_of(workload, profiles[device], device) for device in profiles}
+    solution = search(problems["sim"])
+    chosen = Case("sim", solution.policy, solution.schedule)
+    predicted = {case: predict(problems[case.device], case.policy, case.schedule) for case in SPREAD}
+    grid = [c for c in GRID if predict(problems["sim"], c.policy, c.schedule).feasible]
+    measured: dict[str, list[float]] = {}
+    for case in [case for case, prediction in predicted.items() if prediction.feasible]:
+        measured[str(case)] = seconds_of(run_case(workload, case, repeats))
+        print(f"{case}: {median(measured[str(case)]):.2f} s")
+    rows = [
+        {
+            "label": str(case),
+            **summary(seconds := measured[str(case)]),
+            "predicted_s": prediction.latency_s,
+            "of_prediction": median(seconds) / prediction.latency_s,
+            "bottleneck": prediction.bottleneck,
+            "seconds": seconds,
+        }
+        for case, prediction in predicted.items()
+        if prediction.feasible
+    ]
+    errors = [abs(1 / row["of_prediction"] - 1) for row in rows]
+    beside: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for mark, case in [("chosen", chosen), *(("grid", case) for case in grid)]:
+            beside.setdefault(f"{mark}: {case}", []).extend(seconds_of(run_case(workload, case, 1)))
+    rows += [{"label": label, **summary(s), "seconds": s} for label, s in beside.items()]
+    first, *others = map(median, beside.values())
+    return {
+        "name": "policy",
+        "workload": asdict(workload),
+        "hardware": {**machine(), "profile": profile.to_json()},
+        "rows": rows,
+        "ratios": {
+            "chosen_to_best_of_grid": first / min(others),
+            "largest_error": 1 + max(errors),
+            "median_error": 1 + median(errors),
+        },
+        "notes": [f"{len(errors)} policies predicted and measured; a grid of {len(grid)}"],
+    }
 
 
 def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case) -> HardwareProfile:
     """Correct the profile five times by the same run; each correction closes half of the difference."""
-    from flexgen_helm.planner.planner import corrected, corrections
-
     (record,) = run_case(workload, case, 1)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
     for _ in range(5):
         prediction = predict(problem_of(workload, machine, case.device), case.policy, case.schedule)
         machine = corrected(machine, corrections(prediction, record))
     return machine
-
-
-def spread_cases() -> list[Case]:
-    """Return ten policies over schedules, placements and devices."""
-    cases = (
-        ("cpu", "96x1,0,100,0,100,0,100", ZIGZAG),
-        ("cpu", "96x1,0,0,0,100,0,100", ZIGZAG),
-        ("cpu", "32x3,0,50,0,100,0,100", ZIGZAG),
-        ("cpu", "16x1,0,0,0,100,0,100", ZIGZAG),
-        ("cpu", "24x4,0,0,0,100,0,100", ROW),
-        ("sim", "48x2,0,100,0,100,0,100", ZIGZAG),
-        ("sim", "32x3,20,80,0,100,0,100", ZIGZAG),
-        ("sim", "24x4,0,50,0,100,0,100", ZIGZAG),
-        ("sim", "16x2,20,80,0,100,0,100", ROW),
-        ("sim", "8x1,0,100,100,0,100,0", ZIGZAG),
-    )
-    return [Case(device, Policy.parse(text), schedule) for device, text, schedule in cases]
-
-
-def grid_cases() -> list[Case]:
-    """Return block shapes x placements, and one policy batch by batch."""
-    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (24, 4), (32, 1))
-    weights = ((0.0, 1.0), (0.2, 0.8), (0.0, 0.5), (0.5, 0.5))  # on gpu and cpu
-    zigzag = [Case("sim", Policy(*block, *shares, 0, 1, 0, 1), ZIGZAG) for block in blocks for shares in weights]
-    return [*zigzag, Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), ROW)]
 
 
 def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
@@ -193,16 +176,20 @@ def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> Pla
 
 def run_case(workload: Workload, case: Case, repeats: int) -> list[dict[str, Any]]:
     """Return the records of `repeats` runs after a warm-up."""
-    engine = {
-        "device": case.device,
-        "policy": case.policy,
-        "schedule": case.schedule.name,
-        "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
-        "offload_dir": workload.offload_dir,
-    }
-    sizes = {"rows": workload.sequences, "prompt": workload.prompt, "output": workload.output}
-    limits = workload.limits(case.device)
-    return run_blocks(model=workload.model, engine=engine, limits=limits, **sizes, warm=True, repeats=repeats)
+    return run_blocks(
+        model=workload.model,
+        engine={
+            "device": case.device,
+            "policy": case.policy,
+            "schedule": case.schedule.name,
+            "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
+        },
+        limits=workload.limits(case.device),
+        rows=workload.sequences,
+        prompt=workload.prompt,
+        output=workload.output,
+        repeats=repeats,
+    )
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import re
@@ -19,10 +20,12 @@ from flexgen_helm.errors import CheckpointError, UsageError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if the file is missing or damaged."""
+    """Read a JSON object; {} if the file is missing or damaged. Raises OSError where the system is at its end."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -60,11 +63,12 @@ def require_writable(path: Path, name: str, remedy: str = "") -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors of the system name a file: those of open files name none, and those of temporary ones another."""
+    """Let errors of the system name a file: those of open files name none, temporary ones have its name in theirs."""
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        if error.filename is None or path.name in str(error.filename):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

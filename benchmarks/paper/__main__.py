@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from flexgen_helm.benchmarks.paper.page import page
+from flexgen_helm.benchmarks.paper.page import page, table
 from flexgen_helm.errors import UsageError
 
 if __name__ == "__main__":
     try:
-        print(page(*sys.argv[1:2]), end="")
+        print(table(sys.argv[1]) if sys.argv[1:] else page())
     except UsageError as error:
         sys.exit(f"error: {error}")

@@ -43,7 +43,7 @@ from flexgen_helm.checkpoint.manifest import (
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import state_dir, system_error
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import existing_folder, naming, refuse_lfs_pointer, size, sync_folder, write_synced
@@ -161,6 +161,8 @@ def _load(file: Path) -> Mapping[Any, Any]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to say
+        if (system := system_error(error)) is not None:
+            raise OSError(system.errno, system.strerror, str(file)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if type(error).__name__ != "UnpicklingError":
             raise CheckpointError(f"{file} is damaged or no PyTorch checkpoint: {lines[0][:200]}") from error
@@ -181,8 +183,8 @@ def _require_undamaged_archive(file: Path) -> None:
     """Accept only a whole file of the format that can be mapped: zip archives, which PyTorch writes since 1.6."""
     refuse_lfs_pointer(file)
     with file.open("rb") as opened:
-        start = opened.read(64)
-    if not zipfile.is_zipfile(file):
+        start, is_archive = opened.read(64), zipfile.is_zipfile(opened)
+    if not is_archive:
         if start.startswith(b"PK\x03\x04"):
             raise CheckpointError(f"{file} is truncated ({file.stat().st_size:,} bytes); fetch it again")
         if start.startswith(b"\x80"):
@@ -198,7 +200,9 @@ def _require_undamaged_archive(file: Path) -> None:
                 if info.compress_type != zipfile.ZIP_STORED:
                     raise CheckpointError(f"{file} compresses {info.filename}, which PyTorch never does")
             damaged = archive.testzip() if blob_of(file) is None else None
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error):
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error) as error:
+        if system_error(error) is not None:
+            raise
         damaged = "the archive's directory"
     if damaged is not None:
         raise CheckpointError(f"{file} is damaged in {damaged}; fetch it again")

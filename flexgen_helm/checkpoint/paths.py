@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ _REMEDIES = {
     errno.ENOENT: "",
 }
 _ELSEWHERE = [*_REMEDIES][:4]
-# How libraries in Rust say it.
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+# How libraries in Rust and PyTorch say it.
+_OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
 
 
 def system_error(error: BaseException | None) -> OSError | None:
@@ -95,7 +95,9 @@ def state_lock(name: str, timeout: float = math.inf) -> Iterator[None]:
 
 def read_state(name: str) -> dict[str, Any]:
     """Read a JSON object in the state folder; {} if it is missing or damaged."""
-    return read_object(state_dir() / name)
+    with suppress(OSError):
+        return read_object(state_dir() / name)
+    return {}
 
 
 def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:

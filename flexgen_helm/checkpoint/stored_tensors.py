@@ -56,7 +56,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="np"):
             pass
     except (OSError, MemoryError):  # the library says of all that the file is missing
-        raise CheckpointError(f"{path} cannot be opened; free memory, or allow more files (ulimit -n)") from None
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        advice = "free memory, allow more files (ulimit -n), or look at the disk (dmesg)"
+        raise CheckpointError(f"{path} cannot be opened; {advice}") from None
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
     length = int.from_bytes(file.read(0, 8, "header length"), "little")

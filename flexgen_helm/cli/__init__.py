@@ -25,7 +25,7 @@ from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.service import process
 
 # Commands that go on behind what was computed when they are given again; `run` says so itself.
-_GO_ON = {"batch", "lm-eval"}
+_GO_ON = {"batch", "divergence", "lm-eval"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

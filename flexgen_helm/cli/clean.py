@@ -25,7 +25,8 @@ from flexgen_helm.locks import InUseError, locked
 _DAY_S = 86_400.0
 # Folders whose names begin with a point are rests of a conversion, or of a removal.
 _STORED = (
-    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "*/.*.removed"
+    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "offload/logits-*",
+    "*/.*.removed",
 )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
     from flexgen_helm.engine.divergence import Compared, ComparedPrompts
-    from flexgen_helm.models.config import ModelConfig
     from flexgen_helm.report.divergence import Divergence, ScoredTokens, Spread
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -117,7 +116,7 @@ def divergence(
         by_entry = {"": _windows(model, *files[0], content, window or 0, max_windows)}
     if len(models) == 1:
         return _say_perplexity_of(models[0], by_entry[""], as_json)
-    found = _divergences(models, by_entry, files[0][0].config, by_layer, is_told=not as_json)
+    found = _divergences(models, by_entry, files[0][0], by_layer, is_told=not as_json)
     if as_json:
         entries = [{"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()]
         asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
@@ -145,7 +144,7 @@ def _say_perplexity_of(model: _Model, prompts: ComparedPrompts, as_json: bool) -
 def _divergences(
     models: Sequence[_Model],
     by_entry: Mapping[str, ComparedPrompts],
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     by_layer: bool,
     is_told: bool,
 ) -> dict[str, list[Divergence]]:
@@ -159,7 +158,7 @@ def _divergences(
 
     (first, name, options), *others = models
     found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
-    base = Baseline([*by_entry.values()], config, options, by_layer)
+    base = Baseline([*by_entry.values()], checkpoint.config, options, by_layer, checkpoint.fingerprint)
     with Engine.from_config(name, base.beside(options)) as loaded:
         base.fill(loaded)
     for label, name, options in others:
@@ -171,6 +170,7 @@ def _divergences(
             if is_told:
                 between = "\n" * (sum(map(len, found.values())) > 1)
                 print(between + describe(one, entry), flush=True)
+    base.remove()
     return found
 
 

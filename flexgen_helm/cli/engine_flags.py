@@ -246,8 +246,8 @@ RayWorkers = Annotated[
     typer.Option(
         "--ray-workers",
         metavar="N",
-        help="Maximum number of workers; Ray's autoscaler is asked for room for so many. Default: one for each GPU, or "
-        "for each machine of a cluster without GPUs.",
+        help="Maximum number of workers. Ray Data starts as many as the cluster has room for, and "
+        "more when machines join. Default: one for each GPU, or for each machine of a cluster without GPUs.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -256,8 +256,8 @@ RayCores = Annotated[
     typer.Option(
         "--ray-cores",
         metavar="N",
-        help="Cores of each worker, so that several share a machine and its memory. Default: all of a machine, or a "
-        "GPU's share of them.",
+        help="Cores of each worker, so that several share a machine and its memory. Default: all "
+        "of the largest machine, or a GPU's share of them.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -1,8 +1,8 @@
-"""Workers by Ray: one for each GPU of the cluster, or for each machine. The one module that imports Ray; no torch.
+"""Workers by Ray Data: one for each GPU of the cluster, or for each machine. No torch.
 
-Ray starts the processes, notices when they die, and starts machines where its autoscaler may. Which machine gets
-which worker is decided here, because each is to have its whole machine (or GPU), and machines differ in size: a
-worker asks for the cores of its machine, and for one machine only.
+A dataset whose rows are units of requests is mapped by actors that hold an engine. Ray Data starts
+them, gives idle ones the next unit, starts more where there is room, and restarts those that die.
+The rows come from a generator, so that actors live from the first run of an engine to the last.
 """
 
 from __future__ import annotations
@@ -14,45 +14,36 @@ import re
 import socket
 import sys
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm import __version__
-from flexgen_helm.distributed.worker import Failure, ModelToLoad, Report, Worker
+from flexgen_helm.distributed.board import Board, News, Unit
+from flexgen_helm.distributed.worker import Expected, ModelToLoad, Worker
 from flexgen_helm.errors import UsageError
-from flexgen_helm.request import GenerationRequest
 
 _ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
 # Seconds for the head to accept a connection, and for Ray to begin; Ray itself tries for minutes.
 _CONNECT_S, _START_S = 10.0, 90.0
 _CLOSE_S = 5.0
+# Seconds without a report after which a worker counts as lost: Ray sees what dies, not what hangs.
+SILENCE_S = 180.0
 # Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
 # take 30 % of the memory, and the model needs that.
 _OBJECT_STORE_BYTES = 128 << 20
 # The longest path of a socket in Ray's folder of temporary files, with a process id behind it; bytes of any such path.
 _SOCKET, _MOST_SOCKET_BYTES = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
-# Seconds between two looks for machines that joined.
-_LOOK_EVERY_S = 5.0
-# How often a worker is started in one slot: one that dies again and again is not a coincidence.
-_MAX_STARTS = 3
-# Seconds without a report after which a worker counts as lost: its thread that reports never computes. And without
-# news in its reports: an engine that computes says so several times a second, one that loads every few seconds.
-_SILENCE_S, _STUCK_S = 180.0, 1800.0
 
 
 @dataclass(frozen=True)
 class RayOptions:
     """What `flexgen-helm run` says about Ray.
 
-    address: `auto`, `local` or that of the head. workers: most that are started, and as many machines or GPUs as
-        Ray's autoscaler is asked for; None takes what is there. cores: of each worker; None takes a machine's, or its
-        GPU's share of them.
+    address: `auto`, `local` or that of the head. workers: most that are started; None takes what is
+        there. cores: of each worker; None takes the largest machine's, or a GPU's share of them.
     """
 
     address: str
@@ -78,46 +69,27 @@ class RayOptions:
 
 
 @dataclass(frozen=True)
-class WorkerSlot:
-    """Where one worker is started.
+class PoolSize:
+    """Cores and GPUs of each worker, and how many of them a cluster has room for."""
 
-    share: of the machine's memory and disk.
-    """
-
-    node: str
-    host: str
-    number: int
     cores: int
     gpus: int
-    share: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.host}/{self.number}"
+    room: int
 
 
-def worker_slots(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None) -> list[WorkerSlot]:
-    """Return where workers can be, from what `ray.nodes()` says.
+def pool_size(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None) -> PoolSize:
+    """Return what `ray.nodes()` has room for.
 
-    on_gpus: one for each GPU; else one for each machine, or for every `cores` of its cores.
+    on_gpus: one for each GPU; else one for each machine as large as the largest, or for every
+        `cores` of its cores.
     """
-    found = []
-    for node in nodes:
-        resources = node.get("Resources", {})
-        node_cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-        if not node.get("Alive"):
-            continue
-        if on_gpus:
-            count = gpus
-            worker_cores = cores or (node_cores // gpus if gpus else 0)
-        else:
-            worker_cores = cores or node_cores
-            count = node_cores // worker_cores if worker_cores else 0
-        found += [
-            WorkerSlot(node["NodeID"], node["NodeManagerHostname"], number, worker_cores, int(on_gpus), 1 / count)
-            for number in range(count)
-        ]
-    return found
+    machines = [node.get("Resources", {}) for node in nodes if node.get("Alive")]
+    found = [(int(of.get("CPU", 0)), int(of.get("GPU", 0))) for of in machines]
+    if on_gpus:
+        shares = [node_cores // gpus for node_cores, gpus in found if gpus]
+        return PoolSize(cores or max(1, min(shares, default=1)), 1, sum(gpus for _, gpus in found))
+    of_worker = cores or max(1, max((node_cores for node_cores, _ in found), default=1))
+    return PoolSize(of_worker, 0, sum(node_cores // of_worker for node_cores, _ in found))
 
 
 class RaySession:
@@ -170,6 +142,7 @@ class RaySession:
 
     def _init(self) -> None:
         import ray
+        import ray.data
 
         _separate_random_generator()
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -206,9 +179,9 @@ class RaySession:
             raise UsageError(f"--device {wanted} and --ray exclude each other: Ray gives each worker one; say {kind}")
         return wanted
 
-    def start(self, model: ModelToLoad) -> RayWorkers:
+    def start(self, model: ModelToLoad, expected: Expected) -> RayWorkers:
         """Start workers for a model. Raises `UsageError` where there is room for none."""
-        return RayWorkers(self._options, model)
+        return RayWorkers(self._options, model, expected)
 
 
 def _separate_random_generator() -> None:
@@ -235,193 +208,111 @@ def _no_cluster(address: str, error: Exception) -> str:
     return f"{what} ({first_line}); start one with `ray start --head`, or take --ray local"
 
 
-class RayActor:
-    """A `Worker` in a process of Ray's; `ray.cancel` stops its unit."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._worker = Worker(*arguments)
-
-    def work(self, requests: Sequence[GenerationRequest]) -> Iterator[Report]:
-        import ray
-
-        with closing(self._worker.work(requests)) as reports:  # type: ignore[type-var]
-            for news in reports:
-                if ray.get_runtime_context().is_canceled():
-                    return
-                yield news
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call of a worker. reports: Ray's generator of them. heard, moved: when the last one came, and the last news."""
-
-    reports: Any
-    heard: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
-
-
 class RayWorkers:
-    """Processes that load one model. Their names say where they are; a restarted one has another name.
+    """The workers of one model, until it is closed.
 
-    A worker that dies ends its call with a `Failure`, and another one is started in its slot, up to three times.
+    num_expected: how many there is room for now. is_alone: there will never be a second one.
+    error: why there are no workers any more; empty while there may be.
     """
 
-    def __init__(self, options: RayOptions, model: ModelToLoad) -> None:
-        self._options, self._model = options, model
-        self._actors: dict[str, tuple[WorkerSlot, Any]] = {}
-        self._calls: dict[str, _Call] = {}
-        self._begun: set[str] = set()  # workers that have reported once
-        self._starts: Counter[tuple[str, int]] = Counter()
-        self._look_at = 0.0
-        self._on_gpus = model.config.device == "cuda"
-        if options.workers is None and not self._slots():
-            what = "GPU" if self._on_gpus else f"machine with {options.cores or 1} cores for us"
+    def __init__(self, options: RayOptions, model: ModelToLoad, expected: Expected) -> None:
+        import ray
+        import ray.data
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.error = ""
+        size = pool_size(ray.nodes(), model.config.device == "cuda", options.cores)
+        if options.workers is None and not size.room:
+            what = "GPU" if size.gpus else f"machine with {size.cores} cores for us"
             raise UsageError(
                 f"the Ray cluster has no {what}; `ray status` shows what it has, and --ray-workers 1 waits for one"
             )
-        self._request_machines(options.workers or 0)
-        self._fill()
+        self.num_expected = max(1, min(size.room, options.workers or size.room))
+        self.is_alone = options.workers == 1
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here)
+        self._board: Any = board.remote(SILENCE_S)
+        _quieten_ray_data()
+        pool = ray.data.ActorPoolStrategy(
+            min_size=self.num_expected,
+            max_size=options.workers,
+            max_tasks_in_flight_per_actor=1,  # the next unit waits for whoever is idle first
+        )
+        feed: Any = _units
+        units = ray.data.from_items([0]).map_batches(feed, fn_args=(self._board,), num_cpus=0)
+        self._dataset = units.map_batches(
+            Worker,
+            fn_constructor_args=(self._board, model, expected, size.cores),
+            batch_size=None,
+            compute=pool,
+            num_cpus=size.cores,
+            num_gpus=size.gpus,
+        )
+        self._thread = threading.Thread(target=self._drive, name="ray data", daemon=True)
+        self._thread.start()
 
-    def poll(self, timeout_s: float) -> list[tuple[str, Report]]:
-        """Return reports and losses of workers, after `timeout_s` seconds at the latest; start new ones meanwhile."""
-        import ray
-
-        if time.monotonic() >= self._look_at:
-            self._fill()
-        names = {call.reports: name for name, call in self._calls.items()}
-        if not names:
-            time.sleep(timeout_s)
-            return []
-        ready, _ = ray.wait(list(names), num_returns=1, timeout=timeout_s)
-        if ready:  # else it would return one of several
-            ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
-        found = [(names[reports], self._receive(names[reports])) for reports in ready]
-        now = time.monotonic()
-        for name, call in list(self._calls.items()):
-            if name in self._begun and now - call.heard > _SILENCE_S:  # one that has not begun is Ray's to wait for
-                found.append((name, self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s")))
-            elif name in self._begun and now - call.moved > _STUCK_S:
-                found.append((name, self._lose(name, f"it has made no progress for {_STUCK_S:.0f} s")))
-        return found
-
-    def _receive(self, name: str) -> Report:
-        import ray
-
-        call = self._calls[name]
+    def _drive(self) -> None:
         try:
-            news: Report = ray.get(next(call.reports))
-        except StopIteration:
-            del self._calls[name]
-            return {}
-        except ray.exceptions.RayError as error:
-            return self._lose(name, _explain(error, self._actors[name][0].host))
-        self._begun.add(name)
-        call.heard = time.monotonic()
-        call.moved = call.heard if news else call.moved
-        return news
+            for _ in self._dataset.iter_internal_ref_bundles():
+                pass
+        except Exception as error:
+            self.error = _explain_end(error)  # not itself, which keeps actors alive
 
-    def _lose(self, name: str, why: str) -> Report:
+    def submit(self, units: Mapping[int, Unit]) -> None:
+        """Have units computed, by numbers that were never used."""
         import ray
 
-        ray.kill(self._actors.pop(name)[1])
-        self._calls.pop(name, None)
-        self._look_at = 0.0
-        return {Failure: Failure(why, is_lost=True)}
+        ray.get(self._board.submit.remote(units))
 
-    def idle(self) -> list[str]:
-        """Return the workers that can be called."""
-        return sorted(self._actors.keys() - self._calls.keys())
-
-    def call(self, worker: str, requests: Sequence[GenerationRequest]) -> None:
-        """Call `Worker.work` of an idle worker; its reports come with `poll`."""
-        self._calls[worker] = _Call(self._actors[worker][1].work.remote(requests))
-
-    def cancel(self, worker: str) -> None:
-        """Stop what a worker computes; nothing more of it is reported, and the next call waits for its end."""
+    def forget(self, units: Iterable[int]) -> None:
+        """Stop units, whether or not they have begun."""
         import ray
 
-        if (call := self._calls.pop(worker, None)) is not None:
-            ray.cancel(call.reports)
+        ray.get(self._board.forget.remote(list(units)))
 
-    def drop(self, worker: str) -> None:
-        """End a worker that cannot be used, and start none in its slot."""
-        slot = self._actors[worker][0]
-        self._starts[slot.node, slot.number] = _MAX_STARTS
-        self._lose(worker, "")
+    def news(self, timeout_s: float) -> list[News]:
+        """Return what workers told (name, unit, report), after `timeout_s` seconds at the latest."""
+        import ray
 
-    def count(self) -> int:
-        """Return how many workers there are, those included that still load the model."""
-        return len(self._actors)
-
-    def may_serve(self) -> bool:
-        """Return whether there is a worker, or one will be started without anyone's doing."""
-        return bool(self._actors or self._vacant()) or self._options.workers is not None
-
-    def waiting_for(self) -> str:
-        """Return what the cluster lacks for more workers; empty if nothing is known."""
-        if waiting := len(self._actors.keys() - self._begun):
-            return f"{waiting} of {len(self._actors)} workers wait for Ray, which may be using their cores or GPUs"
-        return "workers wait for machines that join the Ray cluster" if not self._actors else ""
+        return ray.get(self._board.news.remote(timeout_s))
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, also what hangs: without the board they cannot go on."""
         import ray
 
-        for _, actor in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
-        self._request_machines(0)
-
-    # Slots
-
-    def _slots(self) -> list[WorkerSlot]:
-        import ray
-
-        return worker_slots(ray.nodes(), self._on_gpus, self._options.cores)
-
-    def _vacant(self) -> list[WorkerSlot]:
-        taken = {(slot.node, slot.number) for slot, _ in self._actors.values()}
-        free = [
-            slot
-            for slot in self._slots()
-            if (key := (slot.node, slot.number)) not in taken and self._starts[key] < _MAX_STARTS
-        ]
-        most = len(free) if self._options.workers is None else self._options.workers - len(self._actors)
-        return free[: max(0, most)]
-
-    def _fill(self) -> None:
-        """Start a worker in every slot without one, and have it load the model."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
-        for slot in self._vacant():
-            self._starts[slot.node, slot.number] += 1
-            starts = self._starts[slot.node, slot.number]
-            name = slot.name if starts == 1 else f"{slot.name}, start {starts}"
-            actor = ray.remote(RayActor).options(
-                num_cpus=slot.cores,
-                num_gpus=slot.gpus,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
-            )
-            self._actors[name] = slot, actor.remote(self._model, slot.share, slot.cores)
-            self.call(name, ())
-
-    def _request_machines(self, count: int) -> None:
-        """Ask Ray's autoscaler, if it has one, for room for so many workers; 0 takes the wish back."""
-        if self._options.workers is None:
-            return
-        from ray.autoscaler.sdk import request_resources
-
-        cores = self._options.cores or max((slot.cores for slot in self._slots()), default=1)
-        bundle = {"CPU": cores, **({"GPU": 1} if self._on_gpus else {})}
-        request_resources(bundles=[bundle] * count)
+        ray.get(self._board.close.remote())
+        self._thread.join(_CLOSE_S)
+        ray.kill(self._board)
 
 
-def _explain(error: Exception, host: str) -> str:
+def _explain_end(error: Exception) -> str:
+    """Return a sentence for an error of Ray Data: why all workers of a model have ended."""
     text = str(error)
-    if "No module named 'flexgen_helm" in text:
-        return f"flexgen-helm {__version__} is not installed for the Python that Ray uses on {host}; install it there"
-    if "OutOfMemory" in type(error).__name__ or "memory usage threshold" in text:
-        return f"Ray ended it because the memory of {host} ran out; lower --cpu-memory"
-    return f"its process on {host} ended ({type(error).__name__})"
+    if "No module named 'flexgen_helm" in text or "Can't get attribute" in text:
+        return (
+            f"flexgen-helm {__version__} is not installed for the Python that Ray uses on the "
+            "workers' machines; install it there"
+        )
+    return f"the workers have ended ({type(error).__name__}): {text.strip().splitlines()[-1]}"
+
+
+def _units(_: Any, board: Any) -> Iterator[Mapping[str, list[int]]]:
+    """Yield units as they come; the rows of the dataset."""
+    import ray
+
+    while (unit := ray.get(board.next_unit.remote())) is not None:
+        yield {"unit": [unit]}
+
+
+def _quieten_ray_data() -> None:
+    """Set what Ray Data takes from its context: each row is handed on at once, in silence."""
+    from ray.data import DataContext
+    from ray.data.context import AutoscalingConfig
+
+    context = DataContext.get_current()
+    context.target_max_block_size = context.target_min_block_size = 1
+    context.execution_no_progress_timeout_s = -1  # a unit may take hours
+    context.enable_progress_bars = context.print_on_execution_start = False
+    # With one unit in flight an actor is used by 1 at most.
+    context.autoscaling_config = AutoscalingConfig(actor_pool_util_upscaling_threshold=1.0)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)

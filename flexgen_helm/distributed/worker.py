@@ -1,30 +1,32 @@
-"""A worker: it loads the model once, computes units of requests, and reports. Ray runs it in a process. No torch."""
+"""A worker: it loads the model once, computes units of requests, and reports; Ray Data runs it. No torch."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm import __version__
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError, WorkerError
 from flexgen_helm.progress import Event, Message, ProgressPhase, observed_by
-from flexgen_helm.request import GenerationRequest, Progress
+from flexgen_helm.request import GenerationRequest
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
 # Most seconds that a result waits for its report.
 REPORT_EVERY_S = 0.5
+# How often a process may begin to load the model: one that dies again and again is no coincidence.
+MAX_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,15 @@ class ModelToLoad:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """What the driver compares before it takes answers from a worker, and what its records say.
+    """What is compared before a worker gives answers, and what records say of it.
 
-    version: of flexgen_helm. tokenizer: its fingerprint. fingerprint: of the engine; answers are cached by it.
+    version: of flexgen_helm. fingerprint: of the engine; answers are cached by it.
     device_type, dtype: as torch names them. load_s: seconds until the model was ready.
     """
 
     host: str
     pid: int
     version: str
-    tokenizer: str | None
     fingerprint: str
     device_type: str
     dtype: str
@@ -80,76 +81,154 @@ class UnitRecord:
     record: Mapping[str, Any]
 
 
-# What has happened at a worker since its last report: by their index results of its unit, by index, completion and
-# step the tokens that were drawn of others, and of each kind of other
-# news (`Progress`, `ProgressPhase`, `WorkerIdentity`, `UnitRecord`, `Failure`) the newest, because a download reports
-# a thousand stages; messages by their text. Empty ones say that the process lives.
+# What has happened at a worker since its last report: results of its unit by their index in the
+# run, by index, completion and step the drawn tokens of unfinished ones, and of each kind of
+# message the newest, because a download reports a thousand stages.
 Report = Mapping[Any, Any]
+News = SimpleQueue[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the driver would compute with: a worker that differs is refused.
+
+    fingerprints: an engine may have, by its device and number type.
+    """
+
+    fingerprints: frozenset[str]
+    version: str = __version__
+
+    def difference(self, identity: WorkerIdentity, first: str, model: str) -> str | None:
+        """Return why a worker's answers cannot stand beside those of the rest, None if they can.
+
+        first: fingerprint of the first worker.
+        """
+        if identity.version != self.version:
+            return f"it has flexgen-helm {identity.version} and the driver has {self.version}; install the same version"
+        if identity.fingerprint not in self.fingerprints:
+            return (
+                f"its weights or tokenizer of {model}, or its transformers, differ from the "
+                "driver's; copy or fetch the model there anew, and install the same transformers"
+            )
+        if identity.fingerprint != first:
+            return (
+                f"it computes in {identity.dtype} on {identity.device_type}, and other workers do "
+                "not, so scores would depend on who computed them; run the two kinds of machines "
+                "as two clusters"
+            )
+        return None
 
 
 class Worker:
-    """An engine behind one method, `work`.
+    """What Ray Data calls with units: an engine, and a thread that tells the board of it."""
 
-    The engine has a thread to itself, so that a worker which computes reports too.
-    """
+    def __init__(self, board: Any, model: ModelToLoad, expected: Expected, cores: int) -> None:
+        """Load the model; what forbids that is told and raised.
 
-    def __init__(self, model: ModelToLoad, memory_share: float = 1.0, cores: int | None = None) -> None:
-        """Nothing is loaded yet.
-
-        memory_share: of the machine's memory and disk, where no limit is given; workers of one machine divide it.
-        cores: those that Ray gives to this worker.
+        board: Ray's handle of the `Board`. cores: those that Ray gives to this worker.
         """
-        # Ray sets OMP_NUM_THREADS to the number of its logical cores. A worker with the whole machine is faster with
-        # the physical ones, which torch itself takes.
-        if cores is not None and cores == os.cpu_count() and os.environ.get("OMP_NUM_THREADS") == str(cores):
-            del os.environ["OMP_NUM_THREADS"]
-        self._model, self._memory_share = model, memory_share
-        self._engine: Engine | None = None
-        self._thread = ThreadPoolExecutor(1, "flexgen-engine")
+        import ray
 
-    def work(self, requests: Sequence[GenerationRequest]) -> Iterator[Report]:
-        """Load the model the first time, and compute requests, if any; a report comes twice a second.
+        leave_threads_to_torch(cores)
+        self._board = board
+        self._name = f"{socket.gethostname()}/{os.getpid()}"
+        actor = ray.get_runtime_context().get_actor_id()
+        with self._reporting() as (news, _):
+            if ray.get(board.start.remote(actor)) > MAX_STARTS:
+                raise WorkerError(
+                    f"its process ended {MAX_STARTS} times while it loaded the model, perhaps "
+                    "because memory ran out; lower --cpu-memory"
+                )
+            began = time.monotonic()
+            self._engine = _load(model, _share_of_machine(model.config.device, cores))
+            identity = identity_of(self._engine, time.monotonic() - began)
+            first = ray.get(board.is_ready.remote(actor, identity.fingerprint))
+            if (why := expected.difference(identity, first, model.name)) is not None:
+                raise UsageError(why)
+            news.put((WorkerIdentity, identity))
 
-        To close the generator stops the unit.
+    def __call__(self, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Compute units, by their numbers; the board knows their requests."""
+        import ray
+
+        for unit in rows["unit"].tolist():
+            if requests := ray.get(self._board.begin.remote(unit, self._name)):
+                with suppress(Exception), self._reporting(unit) as (news, stop):
+                    self.compute(requests, news, stop)
+        return rows
+
+    def compute(self, requests: Mapping[int, GenerationRequest], news: News, stop: threading.Event) -> None:
+        """Answer requests, by their index in the run."""
+        indexes = list(requests)
+        self._engine.run(
+            list(requests.values()),
+            on_result=lambda i, result: news.put((indexes[i], result)),
+            should_stop=stop.is_set,
+            on_drawn=lambda i, completion, step, drawn: news.put(((indexes[i], completion, step), drawn)),
+        )
+        news.put((UnitRecord, UnitRecord(dict(self._engine.last_run))))
+
+    @contextmanager
+    def _reporting(self, unit: int | None = None) -> Iterator[tuple[News, threading.Event]]:
+        """Tell the board twice a second what is put, and at last how it failed.
+
+        The event is set when the unit is not wanted any more.
         """
-        news: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
-        stop = Flag()
-        done = self._thread.submit(self._compute, requests, news, stop)
-        try:
-            while True:
-                is_last = done in wait([done], REPORT_EVERY_S).done
-                yield dict(news.get() for _ in range(news.qsize()))
-                if is_last:
-                    return
-        finally:
-            stop.set()
+        news, stop, end = News(), threading.Event(), threading.Event()
 
-    def _compute(self, requests: Sequence[GenerationRequest], news: SimpleQueue[tuple[Any, Any]], stop: Flag) -> None:
         def observe(event: Event) -> None:
             if isinstance(event, Message):
                 news.put((event.text, event))
             elif isinstance(event, ProgressPhase):
                 news.put((ProgressPhase, event))
 
-        with observed_by(observe):
+        thread = threading.Thread(target=self._tell, args=(unit, news, stop, end), daemon=True)
+        thread.start()
+        try:
+            with observed_by(observe):
+                yield news, stop
+        except FlexgenError as error:
+            news.put((Failure, Failure(str(error), error.exit_code)))
+            raise
+        except BaseException as error:
+            news.put((Failure, Failure(f"{type(error).__name__}: {error}")))
+            raise
+        finally:
+            end.set()
+            thread.join()
+
+    def _tell(self, unit: int | None, news: News, stop: threading.Event, end: threading.Event) -> None:
+        import ray
+
+        is_last = False
+        while not is_last:
+            is_last = end.wait(REPORT_EVERY_S)
+            items = dict(news.get() for _ in range(news.qsize()))
             try:
-                if self._engine is None:
-                    began = time.monotonic()
-                    self._engine = _load(self._model, self._memory_share)
-                    news.put((WorkerIdentity, identity_of(self._engine, time.monotonic() - began)))
-                if requests:
-                    self._engine.run(
-                        requests,
-                        on_result=lambda index, result: news.put((index, result)),
-                        should_stop=stop.is_set,
-                        on_drawn=lambda index, completion, step, drawn: news.put(((index, completion, step), drawn)),
-                        progress=lambda progress: news.put((Progress, progress)),
-                    )
-                    news.put((UnitRecord, UnitRecord(dict(self._engine.last_run))))
-            except FlexgenError as error:
-                news.put((Failure, Failure(str(error), error.exit_code)))
-            except BaseException as error:
-                news.put((Failure, Failure(f"{type(error).__name__}: {error}")))
+                is_wanted = ray.get(self._board.tell.remote(self._name, unit, items))
+            except ray.exceptions.ActorDiedError:
+                os._exit(0)  # the driver has ended: nobody waits for this process
+            if not is_wanted:
+                stop.set()
+
+
+def leave_threads_to_torch(cores: int) -> None:
+    """Undo what Ray sets where a worker has all cores of its machine.
+
+    OMP_NUM_THREADS is the number of logical cores then; torch takes the physical ones, and is faster.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if cores == os.cpu_count() and threads == str(cores):
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def _share_of_machine(device: str, cores: int) -> float:
+    """Return the share of its machine that a worker may use: its GPU's, or its cores'."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    (resources,) = (of["Resources"] for of in ray.nodes() if of["NodeID"] == node)
+    return 1 / resources["GPU"] if device == "cuda" else cores / resources["CPU"]
 
 
 def _load(model: ModelToLoad, memory_share: float) -> Engine:
@@ -182,8 +261,13 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
 
 def identity_of(engine: Engine, load_s: float) -> WorkerIdentity:
     """Return what a driver compares."""
-    tokenizer = engine.tokenizer.fingerprint if engine.tokenizer is not None else None
-    device_type, dtype = engine.identity.device.type, str(engine.identity.dtype).removeprefix("torch.")
+    device_type, dtype = engine.identity.device.type, str(engine.identity.dtype)
     return WorkerIdentity(
-        socket.gethostname(), os.getpid(), __version__, tokenizer, engine.fingerprint, device_type, dtype, load_s
+        socket.gethostname(),
+        os.getpid(),
+        __version__,
+        engine.fingerprint,
+        device_type,
+        dtype.removeprefix("torch."),
+        load_s,
     )

@@ -8,11 +8,12 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -69,6 +70,24 @@ class PromptAttention:
         if fmt.is_sparse:
             return attention.attend_top_k(q, older, (k, v), config, chunks)
         return attention.attend_two_versions(q, older, (k, v), config, chunks)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedPrompts:
+    """Prompts whose tokens lie behind each other in the batch, for a kernel that attends to all of them.
+
+    tokens: of the batch.
+    borders: as `attention.attend_prompts` takes them.
+    longest: tokens of the longest prompt.
+    """
+
+    tokens: slice
+    borders: Tensor
+    longest: int
+
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]."""
+        return attention.attend_prompts(q, k, v, at.config, at.window, self.borders, self.longest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +200,7 @@ class AttentionMetadata:
     table: for the compiled loop, what prompts see, and decoding tokens of the blocks of keys in shared prefixes; None
         where the segments are attended to one by one.
     packed: steps of the compiled loop over quantized caches; none where it does not take them.
+    joined: all prompts, where a device may attend to them at once.
     """
 
     token_ids: TableRows
@@ -190,6 +210,7 @@ class AttentionMetadata:
     prefixes: tuple[PrefixAttention, ...]
     table: SegmentTable | None
     packed: tuple[PackedStep, ...] = ()
+    joined: JoinedPrompts | None = None
 
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp [T, Hq]."""
@@ -198,11 +219,10 @@ class AttentionMetadata:
         if self.packed:
             return self._attend_packed(at, q, k, v)
         segments = self._attend_own(at, q, k, v)
-        if len(self.prompts) + len(self.decodes) == 1:
-            ((_, (out, lse)),) = segments
-        else:
-            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-            for tokens, part in segments:
+        tokens, (out, lse) = next(segments)
+        if tokens.stop - tokens.start < len(q):
+            first, (out, lse) = (out, lse), (torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
+            for tokens, part in chain([(tokens, first)], segments):
                 out[tokens], lse[tokens] = part
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
@@ -215,9 +235,14 @@ class AttentionMetadata:
         self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, PartialAttention]]:
         """Yield tokens and what they see of their own sequences; prompts are stored, and new tokens."""
-        for prompt, older in self._store_prompts(at, k, v):
-            tokens = prompt.tokens
-            yield tokens, prompt.attend(at, q[tokens], k[tokens], v[tokens], older)
+        stored = self._store_prompts(at, k, v)
+        if self.joined is not None and attention.joins_prompts(q, at.config, at.window):
+            deque(stored, maxlen=0)
+            yield (tokens := self.joined.tokens), self.joined.attend(at, q[tokens], k[tokens], v[tokens])
+        else:
+            for prompt, older in stored:
+                tokens = prompt.tokens
+                yield tokens, prompt.attend(at, q[tokens], k[tokens], v[tokens], older)
         for decoding in self.decodes:
             tokens = decoding.tokens
             yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
@@ -237,8 +262,7 @@ class AttentionMetadata:
     ) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cache, begun = at.cache, Begun.empty(q)
-        for _ in self._store_prompts(at, k, v):  # a prefix is read in the batch that computes it
-            pass
+        deque(self._store_prompts(at, k, v), maxlen=0)  # a prefix is read in the batch that computes it
         prefixes = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
         if len(table.jobs):
             _attend_segments(at, q, table.at(prefixes, (k, v) if self.prompts else None), begun)
@@ -374,6 +398,8 @@ def build_attention_metadata(
         (uploads.add(tokens), uploads.add([positions[token] - prefix.start for token in tokens]))
         for prefix, tokens in users.items()
     ]
+    ends = [prompts[0].tokens.start, *(prompt.tokens.stop for prompt in prompts)] if len(prompts) > 1 else []
+    borders = uploads.add(ends)
     uploads.copy(device)
 
     # One loop attends to all segments. Where a device computes and the host attends, it takes caches alone.
@@ -426,8 +452,12 @@ def build_attention_metadata(
                 block_step(decoding.block, decoding.tokens.start, positions, (window, part), cache.codec)
                 for part in stored or [window]
             ]
+    joined = None
+    if device.type == "cuda" and fmt is None and ends and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts)):
+        longest = max(end - begin for begin, end in pairwise(ends))
+        joined = JoinedPrompts(slice(ends[0], ends[-1]), (borders.on_device - ends[0]).int(), longest)
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
-    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed))
+    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed), joined)
 
 
 def _whole_blocks(sequence: Sequence) -> int:

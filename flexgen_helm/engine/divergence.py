@@ -1,14 +1,15 @@
 """Two models score the same tokens, one after the other; each has all of the memory.
 
-baseline          rows of logits -> a file in the offload folder, by number of the compared token
+baseline          rows of logits -> a file in the offload folder, by number of the compared token; prompts that are
+                  complete there are not computed again
 any other model   its rows, and those of the file -> log-probabilities, KL divergence, equal top tokens
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
@@ -23,6 +24,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.engine import Engine, offload_folder
 from flexgen_helm.engine.executor import Observer, PromptToken
+from flexgen_helm.engine.fingerprint import RESULTS_VERSION
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
 from flexgen_helm.files import naming, size
 from flexgen_helm.models.config import ModelConfig
@@ -59,6 +61,9 @@ class ComparedPrompts:
     @classmethod
     def joined(cls, parts: Sequence[ComparedPrompts]) -> ComparedPrompts:
         return cls(*(list(chain.from_iterable(getattr(part, of) for part in parts)) for of in cls.__annotations__))
+
+    def some(self, numbers: Sequence[int]) -> ComparedPrompts:
+        return ComparedPrompts(*([getattr(self, of)[number] for number in numbers] for of in self.__annotations__))
 
     def state_numbers(self) -> list[list[int]]:
         """Return for each prompt the numbers of its tokens' hidden states; equal beginnings have the same."""
@@ -109,12 +114,17 @@ class Baseline:
     """The logits of compared tokens by one model, and its hidden states if layers are compared, on the disk."""
 
     def __init__(
-        self, parts: Sequence[ComparedPrompts], config: ModelConfig, options: EngineConfig, by_layer: bool = False
+        self,
+        parts: Sequence[ComparedPrompts],
+        config: ModelConfig,
+        options: EngineConfig,
+        by_layer: bool = False,
+        weights: str = "",
     ) -> None:
-        """Reserve the disk; of the file nothing is left, even if this process is killed.
+        """Reserve the disk, or find what an interrupted process has left. The file stays until `remove`.
 
         parts: prompts, all of which are computed together.
-        config, options: of the baseline, with the folder and the limit of the disk.
+        config, options: of the baseline, with the folder and the limit of the disk. weights: their fingerprint.
 
         Raises `MemoryLimitError` if there is too little room.
         """
@@ -125,28 +135,45 @@ class Baseline:
         num_states = 1 + max(map(max, self.state_numbers), default=-1)
         logits = self.prompts.num_compared, config.vocab_size
         states = (config.num_layers + 1) * by_layer, num_states, config.state_size
-        self.num_bytes = num_bytes = 4 * (prod(logits) + prod(states))
+        sizes = prod(logits), prod(states), logits[0]
+        self.num_bytes = num_bytes = 4 * sum(sizes)
+        identity = repr((RESULTS_VERSION, weights, config.identity_text(), options, self.prompts, by_layer)).encode()
         folder, limit = offload_folder(options), options.limits.disk
         folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free if limit is None else limit
+        self.path = folder / f"logits-{hashlib.sha256(identity).hexdigest()[:16]}"
+        held = self.path.stat().st_blocks * 512 if self.path.exists() else 0
+        free = shutil.disk_usage(folder).free + held if limit is None else limit
         if num_bytes > free:
             raise MemoryLimitError(
                 f"the logits of what is compared take {size(num_bytes)} in {folder}, where {size(free)} are free; name "
                 f"another folder with --offload-dir, raise {limit_flag('disk')}, or compare less with --max-windows"
             )
         self._limits = replace(options.limits, disk=limit and limit - num_bytes)
-        with naming(folder), tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would end the program when it is written
-            rows = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
-        self.logits, self.states = rows[: prod(logits)].reshape(logits), rows[prod(logits) :].reshape(states)
+        with naming(self.path), self.path.open("a+b") as file:
+            try:  # a full disk would end the program when it is written
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError:
+                self.remove()
+                raise
+            self.rows = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
+        # Log-probabilities are written behind the rows that they are of; 0 is none.
+        rows, hidden, self.logprobs = np.split(self.rows, np.cumsum(sizes)[:2])
+        self.logits, self.states = rows.reshape(logits), hidden.reshape(states)
+        self.asked: Sequence[int] = range(len(self.prompts.token_ids))  # numbers of the prompts of a run
 
     def beside(self, options: EngineConfig) -> EngineConfig:
         """Return the options of an engine that leaves room for the file."""
         return replace(options, limits=self._limits)
 
     def fill(self, engine: Engine) -> None:
-        """Let the baseline compute. Raises what `score` raises, as `compare` does."""
-        self.logprobs = score(engine, self.prompts, _Writer(self), int(self.by_layer))
+        """Let the baseline compute what is not stored. Raises what `score` raises, as `compare` does."""
+        every, parts = self.asked, np.split(self.logprobs, self.first[1:-1])
+        self.asked = [number for number, part in enumerate(parts) if not (part.size and (part < 0).all())]
+        score(engine, self.prompts.some(self.asked), _Writer(self), int(self.by_layer))
+        self.asked = every
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
 
     def compare(self, engine: Engine) -> list[Compared]:
         """Let another model compute the same; return what it computed for each part.
@@ -158,6 +185,7 @@ class Baseline:
         if missing := int((~np.isfinite(found.values)).sum()):
             raise FlexgenError(f"{missing:,} of {found.values.size:,} compared values are not finite numbers")
         if not np.allclose(found.values[0], self.logprobs, atol=_STORED_WITHIN):
+            self.remove()
             raise FlexgenError("the stored logits are not those that were computed; check the disk and start again")
         return [self._part(found, first, end) for first, end in pairwise(self._ends)]
 
@@ -175,7 +203,7 @@ class Baseline:
         found = [
             (row, int(self.first[prompt]) + compared.index(token.index), prompts.token_ids[prompt][token.index])
             for row, token in enumerate(tokens)
-            for prompt in token.prompts
+            for prompt in map(self.asked.__getitem__, token.prompts)
             if token.index in (compared := prompts.compared[prompt])
         ]
         rows, numbers, targets = map(list, zip(*found)) if found else ([], [], [])
@@ -187,7 +215,7 @@ class Baseline:
         for item in batch.scheduled:
             sequence = item.sequence
             begin = sequence.start + sequence.num_computed
-            found += self.state_numbers[sequence.requests[0].indices[0]][begin : begin + item.count]
+            found += self.state_numbers[self.asked[sequence.requests[0].indices[0]]][begin : begin + item.count]
         return found
 
 
@@ -202,8 +230,12 @@ class _Writer:
             self._baseline.states[stage, self._baseline.states_of(batch)] = hidden.float().cpu()
 
     def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        rows, numbers, _ = self._baseline.rows_of(tokens)
-        self._baseline.logits[numbers] = logits[rows].cpu()
+        rows, numbers, targets = self._baseline.rows_of(tokens)
+        chosen = logits[rows].cpu()
+        self._baseline.logits[numbers] = chosen
+        self._baseline.rows.flush()  # a power cut must not leave a log-probability without its row
+        at = torch.tensor(targets, dtype=torch.long)[:, None]
+        self._baseline.logprobs[numbers] = chosen.log_softmax(-1).gather(1, at)[:, 0]
 
 
 class _Comparison:

@@ -24,7 +24,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from io import StringIO
 from pathlib import Path
@@ -110,6 +110,15 @@ def register() -> None:
         model_registry.register("flexgen", target=FlexgenLM)
 
 
+def _raise_unsaved(record: logging.LogRecord, folder: str | None) -> bool:
+    """Raise the system's error by which results were not saved: the harness only logs that, and ends with 0."""
+    error = sys.exc_info()[1]
+    if isinstance(error, OSError):
+        error.filename = error.filename or folder
+        raise error
+    return True
+
+
 def run_command(arguments: Sequence[str]) -> None:
     """Run the harness's command line; its model is `flexgen` where no argument names one.
 
@@ -134,6 +143,8 @@ def run_command(arguments: Sequence[str]) -> None:
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
             given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
             _engine_options(given.get("arguments", {}))
+    refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
+    logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know

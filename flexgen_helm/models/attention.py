@@ -14,7 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib import import_module
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +89,40 @@ def attend_causal(
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
         parts.append(_attend_rows(q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask))
     return _joined(parts)
+
+
+def joins_prompts(q: Tensor, config: AttentionConfig, window: Window | None) -> bool:
+    """Return whether one kernel attends to all prompts of a batch (`attend_prompts`)."""
+    has_bias = config.softcap is not None or config.slopes is not None or (window is not None and window.is_chunked)
+    return not has_bias and q.device.type == "cuda" and _varlen() is not None and fused_kernel(q, None) == FLASH
+
+
+def attend_prompts(
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: Window | None, borders: Tensor, longest: int
+) -> PartialAttention:
+    """Attend as `attend_causal` within each of several prompts, which lie behind each other.
+
+    borders: [n + 1] in 32 bits, the first token of each prompt, and the end of the last one.
+    longest: tokens of the longest prompt.
+
+    q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+    """
+    module, seen = _varlen(), (-1 if window is None else window.tokens - 1, 0)
+    out, lse = module.varlen_attn(
+        q, k, v, borders, borders, longest, longest,
+        return_aux=module.AuxRequest(lse=True), scale=config.scale, window_size=seen, enable_gqa=True,
+    )  # fmt: skip
+    return out, lse.t()
+
+
+@cache
+def _varlen() -> Any:
+    """Return PyTorch's module of attention over sequences of any length; None before the release that has all of it."""
+    try:
+        module = import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return None
+    return module if "enable_gqa" in signature(module.varlen_attn).parameters else None
 
 
 def _attend_rows(

@@ -165,9 +165,7 @@ class OffloadDirectory:
                 self.run, self._held = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
-            raise OffloadError(
-                f"the offload directory {folder} cannot be used ({error.strerror}); name another with --offload-dir"
-            ) from error
+            raise OffloadError(f"the offload directory {folder} cannot be used: {error.strerror}") from error
 
     def scratch(self, name: str, size: int) -> DirectFile:
         """Create a file of this run."""
@@ -323,11 +321,12 @@ def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
             f"files in {path.parent} may not have the {exact_size(num_bytes)} that {path.name} needs; raise the limit "
             "(ulimit -f), or name another directory with --offload-dir"
         )
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(path.parent).free
+    # A quota, and a disk without inodes, leave bytes free.
+    if error.errno == errno.ENOSPC and (free := shutil.disk_usage(path.parent).free) < num_bytes:
         return DiskFullError(
             f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed for {path.name}; free "
             "some, or name another directory with --offload-dir"
         )
     error.filename = str(path)
-    return OffloadError(f"{path} cannot be used: {error.strerror}")
+    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OffloadError
+    return kind(f"{path} cannot be used: {error.strerror}")

@@ -66,7 +66,7 @@ class ClusterLoader(EngineLoader):
         config = model.engine_key.config
         config = replace(config, device=self._session.device(config.device))
         to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
-        return ClusterEngine(to_load, self._session.start(to_load))
+        return ClusterEngine(to_load, self._session)
 
     def fingerprint(self, model: ModelArguments) -> None:
         """Workers say what they compute with."""

@@ -11,9 +11,8 @@ import time
 import psutil
 import pytest
 
-from flexgen_helm.benchmarks.gpu.session import GROUPS, STEPS, named_steps, run_killable
-from flexgen_helm.benchmarks.gpu.table import failures, result_of, table
-from flexgen_helm.errors import UsageError
+from flexgen_helm.benchmarks.gpu.session import GROUPS, STEPS, result_of
+from flexgen_helm.benchmarks.process import run_killable
 from tests.helpers.paths import ROOT
 
 # What a GPU machine must have: first what the project imports there, then what those cannot be imported without.
@@ -69,10 +68,12 @@ def test_all_steps_pass_with_the_libraries_of_a_gpu_machine(tmp_path, gpu_machin
     absent = {line["step"] for line in lines if "left_out" in line}
     assert absent == {"acc67", "acc30"}
     passed = {line["step"] for line in lines if line.get("rc") == 0}
-    assert passed == {*named_steps(["call1", "call2"])} - {"acc67", "acc30"}
-    assert "predicted" in (out / "table.txt").read_text() and "=== profile (exit 0)" in (out / "log.txt").read_text()
+    assert passed == {*GROUPS["call1"], *GROUPS["call2"]}
+    assert "=== profile (exit 0)" in (out / "log.txt").read_text()
     result = json.loads((out / "gpu_cuda_in_host_memory.json").read_text())
     assert {"perf67", "perf30", "hf67"} <= {row["step"] for row in result["rows"]} and result["failed"] == []
+    assert all(row["predicted_prefill_s"] > 0 for row in result["rows"] if row["step"].startswith("perf"))
+    assert len([line for line in lines if "test" in line]) >= 8, "tests of each step"
     assert all(row["label"] and row["tokens_per_s"] > 0 for row in result["rows"])
 
 
@@ -98,38 +99,39 @@ def test_a_step_is_killed_with_its_children(tmp_path):
 
 
 def test_steps_without_their_time_are_left_out_by_name(tmp_path):
-    command = ["make", "gpu-check", "FAKE=1", "LIMIT=4", "STEPS=env t4", f"OUT={tmp_path}", f"PYTHON={sys.executable}"]
+    command = [
+        "make",
+        "gpu-check",
+        "FAKE=1",
+        "LIMIT=9",
+        "STEPS=env hf67",
+        f"OUT={tmp_path}",
+        f"PYTHON={sys.executable}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode, "the steps did not pass"
-    for step, needed in (("env", 5), ("t4", 30)):
-        assert f"FAILED {step}: 4 s are left, and it needs {needed}" in done.stdout
+    for step in ("env", "hf67"):
+        assert f"FAILED {step} : only 9 s were left" in done.stdout
+    unknown = subprocess.run([*command, "STEPS=prifle"], cwd=ROOT, capture_output=True, text=True)
+    assert "invalid choice: 'prifle' (choose from" in unknown.stderr and "'profile'" in unknown.stderr
 
 
-def test_names_are_of_steps_and_groups():
-    assert named_steps(["env", "correct"]) == ["env", "tests", "parity", "races"]
-    assert {*named_steps(list(GROUPS))} <= STEPS.keys()
-    with pytest.raises(UsageError, match="no step 'prifle'; known are .*profile"):
-        named_steps(["prifle"])
+def test_groups_are_of_steps():
+    assert {step for group in GROUPS.values() for step in group} == STEPS.keys()
 
 
-def test_the_table_has_predictions_ratios_and_failures():
-    predicted = {"latency_s": 2.0, "prefill_s": 0.5, "decode_s": 1.5}
-    speed = {"rows": 8, "label": "opt", "latency_s": 4.0, "prefill_s": 1.0, "decode_s": 3.0, "tokens_per_s": 60.0}
+def test_the_result_has_ratios_and_failures():
+    speed = {"rows": 8, "label": "opt", "prefill_s": 1.0, "decode_s": 3.0}
     lines = [
-        {"step": "env", "name": "machine", "s": 0.1, "device": "A GPU"},
-        {"step": "perf67", "name": "opt", **speed, "predicted": predicted},
-        {"step": "acc67", "name": "peer", **speed, "tokens_per_s": 20.0, "peer_of": "perf67"},
-        {"step": "profile", "name": "rates", "error": "RuntimeError: no"},
-        {"step": "profile", "rc": 1, "seconds": 3.0, "last_line": "failed: rates"},
-        {"step": "t4", "rc": 124, "seconds": 80.0},
+        {"step": "env", "device": "A GPU"},
+        {"step": "perf67", **speed, "tokens_per_s": 60.0},
+        {"step": "acc67", **speed, "tokens_per_s": 20.0, "peer_of": "perf67"},
+        {"step": "acc30", "left_out": "not installed: accelerate"},
+        {"step": "races", "test": "test_x.py::test_y", "error": "AssertionError"},
+        {"step": "hf67", "rc": 124, "seconds": 80.0, "error": "killed at its limit"},
     ]
-    assert failures(lines) == [
-        "profile rates: RuntimeError: no",
-        "profile: exit code 1 (failed: rates)",
-        "t4: killed at its limit",
-    ]
-    text = table(lines)
-    assert "60.0 tokens/s, 8 rows of opt: 1.0 + 3.0 s; predicted 0.5 + 1.5, 2.00 times that" in text
-    assert text.endswith("perf67 to acc67: 3.00x") and "FAILED t4: killed at its limit" in text
     result = result_of(lines)
+    assert result["failed"] == ["races test_x.py::test_y: AssertionError", "hf67 : killed at its limit"]
     assert result["hardware"]["device"] == "A GPU" and len(result["rows"]) == 2
+    assert result["ratios"] == {"perf67_to_acc67": 3.0}
+    assert result["notes"][0] == "acc30: not installed: accelerate"

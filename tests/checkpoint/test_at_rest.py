@@ -1,7 +1,5 @@
 """The types of a model's files by bytes, and the original that a quantized file's name tells."""
 
-from __future__ import annotations
-
 import json
 
 import gguf
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 from flexgen_helm.checkpoint.fetch import bytes_by_type
 from flexgen_helm.checkpoint.names import original_of
 from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, write_gguf
+from tests.helpers.model_folders import write_weights
 from tests.helpers.quantized_sets import FORMATS
 
 # Of each format's codes; those of FP8 have their own type.
@@ -23,36 +22,27 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", NAMES)
-def test_codes_have_the_name_of_what_quantized_them(tmp_path, fmt):
+@pytest.mark.parametrize("fmt, name", NAMES.items())
+def test_codes_have_the_name_of_what_quantized_them(tmp_path, fmt, name):
     config, write = FORMATS[fmt]
-    stored = {
-        f"x.{ending}": tensor.contiguous() for ending, tensor in write(np.random.default_rng(0), 64, 96)[0].items()
-    }
+    parts, _ = write(np.random.default_rng(0), 64, 96)
+    stored = {f"{n}.{ending}": tensor.clone() for n in "xy" for ending, tensor in parts.items()}
     stored["embed"] = torch.ones(7, 3, dtype=torch.bfloat16)
-    for number in range(2):
-        part = {f"{number}.{name}": tensor.clone() for name, tensor in stored.items()}
-        save_file(part, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
-    index = {f"{n}.{name}": f"model-{n}.safetensors" for n in range(2) for name in stored}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    write_weights(tmp_path, stored, save_file, "model.safetensors", 2)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     found = bytes_by_type(tmp_path)
-    integers = {torch.int32, torch.int64, torch.int8, torch.uint8}
-    codes = [t for t in stored.values() if t.dtype in (integers if "8_E" not in NAMES[fmt] else {torch.float8_e4m3fn})]
-    assert found[NAMES[fmt]] == 2 * sum(t.numel() * t.itemsize for t in codes) > 0
-    assert sum(found.values()) == 2 * sum(t.numel() * t.itemsize for t in stored.values())
-    assert found["BF16"] >= 2 * 42 and not {"I32", "U8"} & set(found) - {"U8"}
+    types = {torch.float8_e4m3fn} if name == "F8_E4M3" else {torch.int32, torch.int64, torch.int8, torch.uint8}
+    assert found[name] == sum(tensor.nbytes for tensor in stored.values() if tensor.dtype in types) > 0
+    assert sum(found.values()) == sum(tensor.nbytes for tensor in stored.values())
+    assert found["BF16"] >= 42 and "I32" not in found
 
 
 def test_a_gguf_file_has_its_own_types(tmp_path):
-    draw = np.random.default_rng(0).standard_normal
-    tensors = [(f"t.{kind.name}", draw((3, 256)).astype(np.float32), kind) for kind in (Kind.Q4_0, Kind.Q8_0, Kind.F16)]
-    path = write_gguf(
-        tmp_path / "m.gguf", "llama", SMALL_TOKENIZER, [*tensors, ("v", draw(5).astype(np.float32), Kind.F32)]
-    )
-    expected = {kind.name: 3 * 256 // block * size for kind, (block, size) in
-                ((kind, gguf.GGML_QUANT_SIZES[kind]) for _, _, kind in tensors)}  # fmt: skip
-    assert bytes_by_type(path) == {**expected, "F32": 20}
+    values, kinds = np.ones((3, 256), np.float32), (Kind.Q4_0, Kind.Q8_0, Kind.F16)
+    tensors = [(kind.name, values, kind) for kind in kinds] + [("v", values[0, :5], Kind.F32)]
+    path = write_gguf(tmp_path / "m.gguf", "llama", SMALL_TOKENIZER, tensors)
+    sizes = {kind.name: gguf.GGML_QUANT_SIZES[kind] for kind in kinds}
+    assert bytes_by_type(path) == {name: 3 * 256 // block * size for name, (block, size) in sizes.items()} | {"F32": 20}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,9 @@
 What the writer here believes about the format is checked by `transformers`, which reads the same files.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import gguf
 import numpy as np
@@ -18,8 +15,7 @@ import torch
 from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint, _logical_tensor
-from flexgen_helm.checkpoint.gguf_header import read_gguf_header
+from flexgen_helm.checkpoint.gguf_checkpoint import _logical_tensor
 from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
@@ -27,8 +23,8 @@ from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.models.decoder import inverse_frequencies
-from flexgen_helm.progress import Event, Message, observed_by
-from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, contents, finish, write_gguf
+from flexgen_helm.progress import observed_by
+from tests.helpers.gguf_files import Kind, contents, small_tokenizer, write_gguf
 from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, llama_config, save_random
 
 # The safetensors configuration says more than the file: our family's name of what the file calls llama.
@@ -36,27 +32,25 @@ RENAMED = {"mixtral": "llama"}
 F16 = Kind.F16
 
 
-def write(path: Path, model: Any, arch: str = "llama", kind: Kind = F16, **changes: np.ndarray | None) -> Path:
+def write(path, model, arch="llama", kind=F16, keys=(), parts=1, **changes):
     """changes: GGUF tensor name (dots as __) -> array to store instead, or None to leave it out."""
-    keys, tensors = contents(model, arch)
+    known, tensors = contents(model, arch)
     tensors |= {name.replace("__", "."): values for name, values in changes.items()}
-    keys |= {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)]}
-    stored = ((name, x, kind if x.ndim > 1 else Kind.F32) for name, x in tensors.items() if x is not None)
-    return write_gguf(path, arch, keys, stored)
+    keys = {**known, **small_tokenizer(VOCABULARY), **dict(keys)}
+    stored = [(name, x, kind if x.ndim > 1 else Kind.F32) for name, x in tensors.items() if x is not None]
+    return write_gguf(path, arch, keys, stored, parts)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Any:
+def built(tmp_path_factory):
     """built('qwen3') -> folder of safetensors, GGUF file, model in float32."""
-    made: dict[str, tuple[Path, Path, Any]] = {}
 
-    def get(name: str) -> tuple[Path, Path, Any]:
-        if name not in made:
-            arch, config, _ = GGUF_VARIANTS[name]
-            folder = tmp_path_factory.mktemp(name)
-            model = save_random(folder, config(), seed=7)
-            made[name] = folder, write(folder / "m.gguf", model, arch), model
-        return made[name]
+    @cache
+    def get(name):
+        arch, config, _ = GGUF_VARIANTS[name]
+        folder = tmp_path_factory.mktemp(name)
+        model = save_random(folder, config(), seed=7)
+        return folder, write(folder / "m.gguf", model, arch), model
 
     return get
 
@@ -65,27 +59,23 @@ def built(tmp_path_factory) -> Any:
 def test_spec_and_tensors_equal_those_of_the_folder(built, name):
     folder, file, _ = built(name)
     original, read = SafetensorsCheckpoint(folder), open_checkpoint(file)
-    expected = replace(
-        original.config, architecture=RENAMED.get(name, original.config.architecture), norm_plus_one=False
-    )
-    found = replace(read.config, norm_eps=expected.norm_eps)  # float32 in the file
+    found, expected = read.config, replace(original.config, norm_plus_one=False)
+    expected = replace(expected, architecture=RENAMED.get(name, expected.architecture))
+    assert found.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)  # float32 in the file
     if name == "llama3":
-        found, factors = replace(found, rope=expected.rope), read.config.rope
-        assert factors is not None and factors.kind == "factors"
-        ours, theirs = (inverse_frequencies(rope, expected.head_dim) for rope in (factors, expected.rope))
+        assert found.rope.kind == "factors"
+        ours, theirs = (inverse_frequencies(config.rope, config.head_dim) for config in (found, expected))
         assert torch.allclose(ours, theirs, rtol=1e-5)
+        found = replace(found, rope=expected.rope)
     if name == "phi3-longrope":
-        assert found.rope is not None and expected.rope is not None
         assert found.rope.magnitude == pytest.approx(expected.rope.magnitude, rel=1e-6)
         found = replace(found, rope=replace(found.rope, magnitude=expected.rope.magnitude))
-    assert found == expected
-    assert read.config.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)
-    offset = 1.0 if original.config.norm_plus_one else 0.0
+    assert replace(found, norm_eps=expected.norm_eps) == expected
     for tensor, shape in read.shapes.items():
         values, wanted = read.tensor(tensor), original.tensor(tensor).float()
         assert tuple(values.shape) == shape and values.is_contiguous()
         # Norms are stored as 1 + w in float32, which float16 has not.
-        assert torch.equal(values.float(), wanted + offset if "norm" in tensor else wanted), tensor
+        assert torch.equal(values.float(), wanted + (original.config.norm_plus_one and "norm" in tensor)), tensor
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, known) in GGUF_VARIANTS.items() if known])
@@ -104,7 +94,7 @@ def test_transformers_reads_the_same_file_to_the_same_model(built, name):
 
 
 @pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory) -> tuple[Path, Any]:
+def llama_folder(tmp_path_factory):
     """A folder and its model, whose rows have a multiple of 32 elements."""
     folder = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -112,24 +102,27 @@ def llama_folder(tmp_path_factory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def llama(llama_folder) -> Any:
+def llama(llama_folder):
     return llama_folder[1]
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_1"])
-def test_tensors_equal_the_originals_within_the_quantization(llama_folder, kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind, step", [("F32", 0.0), ("BF16", 2**-8), ("Q8_0", 1 / 254 + 2**-10), ("Q4_1", 1 / 15 + 2**-10)]
+)
+def test_tensors_equal_the_originals_within_the_quantization(llama_folder, kind, step, tmp_path, monkeypatch):
+    """Half a step over a group's range: of 8 bits twice the largest value, of 4 bits as much; float16 scales."""
     folder, model = llama_folder
     file = write(tmp_path / "m.gguf", model, kind=Kind[kind])
     original, read = open_checkpoint(folder), open_checkpoint(file)
     assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
-    # Half a step over a group's range: of 8 bits twice the largest value, of 4 bits at most as much; scales in float16.
-    steps = {"F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 254 + 2**-10, "Q4_1": 1 / 15 + 2**-10}[kind]
-    for name in read.shapes:
-        tensor, expected = read.tensor(name), original.tensor(name).float()
-        assert tensor.dtype == (read.storage_dtype if tensor.ndim > 1 else torch.float32)
-        tolerance = steps * expected.abs().max().item() if tensor.ndim > 1 else 0.0
-        assert (tensor.float() - expected).abs().max().item() <= tolerance, name
+    whole = {name: read.tensor(name) for name in read.shapes}
+    monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 70)
+    for name, tensor in whole.items():
+        expected, is_matrix = original.tensor(name).float(), tensor.ndim > 1
+        assert tensor.dtype == (read.storage_dtype if is_matrix else torch.float32)
+        assert (tensor.float() - expected).abs().max() <= is_matrix * step * expected.abs().max(), name
+        assert torch.equal(tensor, read.tensor(name)), "tile by tile"
 
 
 def test_a_plan_takes_every_name_that_a_run_takes(llama, tmp_path, monkeypatch, capsys):
@@ -144,50 +137,54 @@ def test_a_plan_takes_every_name_that_a_run_takes(llama, tmp_path, monkeypatch, 
         assert json.loads(capsys.readouterr().out)["policy"]["precision"] == precision
 
 
-def test_row_tiles_give_the_same_bytes(llama, tmp_path, monkeypatch):
-    read = GgufCheckpoint(write(tmp_path / "m.gguf", llama, kind=Kind.Q4_1))
-    whole = {name: read.tensor(name) for name in read.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 70)
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, read.tensor(name))
-
-
 def test_every_truncation_is_refused(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     content = file.read_bytes()
-    for cut in sorted({0, 1, 3, 4, 8, 23, 24, len(content) - 1, *(len(content) * i // 24 for i in range(24))}):
+    for cut in {0, 1, 3, 4, 8, 23, 24, len(content) - 1, *(len(content) * i // 24 for i in range(24))}:
         file.write_bytes(content[:cut])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             open_checkpoint(file)
 
 
-def test_missing_tensor_wrong_shape_and_bad_values_are_named(built, llama, tmp_path):
-    file, up = tmp_path / "m.gguf", llama.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
-    with pytest.raises(CheckpointError, match=r"m\.gguf lacks the tensor blk\.1\.ffn_up\.weight"):
-        open_checkpoint(write(file, llama, blk__1__ffn_up__weight=None))
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has the shape"):
-        open_checkpoint(write(file, llama, blk__1__ffn_up__weight=np.hstack([up, up])))
-    mixtral = built("mixtral")[2]
-    experts = mixtral.state_dict()["model.layers.1.mlp.experts.down_proj"].numpy()
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down_exps\.weight has the shape \[3, .*asks for \[4, "):
-        open_checkpoint(write(file, mixtral, blk__1__ffn_down_exps__weight=experts[:-1]))
-    for value, message in ((np.nan, "not finite"), (np.inf, "not finite"), (7e4, "too large for float16")):
-        bad = np.zeros_like(up)
-        bad[5, 7] = value
-        read = open_checkpoint(write(file, llama, kind=Kind.F32, blk__1__ffn_up__weight=bad))
-        with pytest.raises(CheckpointError, match=rf"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*{message}"):
-            read.tensor("layers.1.mlp.up.weight")
+def bad(value):
+    values = np.zeros((64, 64), np.float32)
+    values[5, 7] = value
+    return values
 
 
-def test_long_factors_do_not_stand_in_for_short_ones(built, tmp_path):
-    longrope = np.full(6, 2.0, np.float32)
-    file = write(tmp_path / "m.gguf", built("phi3")[2], "phi3", rope_factors_long__weight=longrope)
-    with pytest.raises(UnsupportedArchitectureError, match=r"1 tensors that nothing here reads.*rope_factors_long\."):
-        open_checkpoint(file)
+UP = "blk__1__ffn_up__weight"
+FAULTS = [
+    ("llama", UP, None, r"m\.gguf lacks the tensor blk\.1\.ffn_up\.weight"),
+    ("llama", UP, np.zeros((64, 128), np.float32), r"blk\.1\.ffn_up\.weight has the shape"),
+    ("llama", UP, bad(np.nan), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*not finite"),
+    ("llama", UP, bad(np.inf), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*not finite"),
+    ("llama", UP, bad(7e4), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*too large for float16"),
+    (
+        "mixtral",
+        "blk__1__ffn_down_exps__weight",
+        np.zeros((3, 48, 80), np.float32),
+        r"down_exps\.weight has the shape \[3, ",
+    ),
+    # Long factors do not stand in for short ones.
+    (
+        "phi3",
+        "rope_factors_long__weight",
+        np.full(6, 2.0, np.float32),
+        r"1 tensors that nothing here reads.*factors_long",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, tensor, values, message", FAULTS)
+def test_a_fault_of_a_tensor_is_named(built, llama, tmp_path, name, tensor, values, message):
+    model, arch = (llama, "llama") if name == "llama" else (built(name)[2], RENAMED.get(name, name))
+    file = write(tmp_path / "m.gguf", model, arch, Kind.F32, **{tensor: values})
+    with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=message):
+        open_checkpoint(file).verify()
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
+    "number, message",
     [
         (25, r"the type I16, for which gguf [\d.]+ has no dequantization"),
         (99, r"the type 99, newer than the installed gguf package [\d.]+: pip install -U gguf"),
@@ -195,96 +192,72 @@ def test_long_factors_do_not_stand_in_for_short_ones(built, tmp_path):
 )
 def test_types_that_cannot_be_dequantized_are_refused_at_opening(llama, tmp_path, number, message):
     file = write(tmp_path / "m.gguf", llama)
-    content, name = bytearray(file.read_bytes()), b"blk.1.ffn_down.weight"  # rows of 64 elements
-    kind = content.index(name) + len(name) + 4 + 2 * 8
-    content[kind : kind + 4] = number.to_bytes(4, "little")
-    file.write_bytes(content)
-    with pytest.raises(
-        (CheckpointError, UnsupportedArchitectureError), match=rf"blk\.1\.ffn_down\.weight has {message}"
-    ):
+    before, name, after = file.read_bytes().partition(b"blk.1.ffn_down.weight")  # rows of 64 elements
+    sizes = 4 + 2 * 8
+    file.write_bytes(before + name + after[:sizes] + number.to_bytes(4, "little") + after[sizes + 4 :])
+    errors = (CheckpointError, UnsupportedArchitectureError)
+    with pytest.raises(errors, match=rf"blk\.1\.ffn_down\.weight has {message}"):
         open_checkpoint(file)
 
 
 def test_a_model_in_parts_is_read_whole(llama, tmp_path):
-    whole = open_checkpoint(write(tmp_path / "m.gguf", llama))
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    for number, part in enumerate(parts):
-        writer = gguf.GGUFWriter(part, "llama")
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", 2)
-        for field in list(reader.fields.values())[4:] if number == 0 else ():
-            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
-            writer.add_key_value(field.name, field.contents(), field.types[0], **kinds)
-        for tensor in reader.tensors[number::2]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        finish(writer, part)
-    read = open_checkpoint(parts[0])
+    whole = open_checkpoint(write(tmp_path / "whole.gguf", llama))
+    write(tmp_path / "m.gguf", llama, parts=2)
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    read = open_checkpoint(first)
     assert read.config == whole.config
     assert all(torch.equal(read.tensor(name), whole.tensor(name)) for name in whole.shapes)
-    assert read.fingerprint == quick_fingerprint(resolve(str(parts[0])), parts[0])
+    assert read.fingerprint == quick_fingerprint(resolve(str(first)), first)
     with pytest.raises(CheckpointError, match=r"part 2 of 2; name the part that ends in -00001-of-00002.*--merge"):
-        open_checkpoint(parts[1])
-    parts[1].write_bytes(parts[0].read_bytes())
+        open_checkpoint(second)
+    second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match="both have a tensor"):
-        open_checkpoint(parts[0])
-    parts[1].unlink()
+        open_checkpoint(first)
+    second.unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf cannot be read"):
-        open_checkpoint(parts[0])
-
-
-@pytest.mark.parametrize("name", ["split.no", "split.count"])
-def test_a_part_that_has_no_number_is_refused(llama, tmp_path, name):
-    write_gguf(tmp_path / "m.gguf", "llama", {name: "0"}, [])
-    with pytest.raises(CheckpointError, match="is damaged: it is part"):
-        open_checkpoint(tmp_path / "m.gguf")
+        open_checkpoint(first)
 
 
 def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
     """What `llama-server` and transformers would take of the file and of its folder, but for what requests say."""
-    keys, tensors = contents(llama, "llama")
-    keys |= {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCABULARY)]}
-    keys |= {"general.sampling.temp": 0.6, "general.sampling.penalty_repeat": 1.5}
-    path = write_gguf(tmp_path / "m.gguf", "llama", keys, [(name, x, Kind.F32) for name, x in tensors.items()])
+    keys = {"general.sampling.temp": 0.6, "general.sampling.penalty_repeat": 1.5}
+    path = write(tmp_path / "m.gguf", llama, kind=Kind.F32, keys=keys)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "repetition_penalty": 1.5}')
-    events: list[Event] = []
+    events, ignored = [], {"general.sampling.penalty_repeat": 1.5, "repetition_penalty": 1.5}
     with observed_by(events.append), Engine.from_pretrained(path, device="cpu") as engine:
         engine.run([GenerationRequest(prompt_token_ids=[5], max_tokens=1)])
-        assert engine.last_run["generation_config"] == {
-            "applied": {}, "ignored": {"general.sampling.penalty_repeat": 1.5, "repetition_penalty": 1.5}
-        }  # fmt: skip
-    (text,) = [event.text for event in events if isinstance(event, Message) and "change nothing" in event.text]
-    assert text.endswith(": general.sampling.penalty_repeat, repetition_penalty")
+        assert engine.last_run["generation_config"] == {"applied": {}, "ignored": ignored}
+    (text,) = [event.text for event in events if "change nothing" in getattr(event, "text", "")]
+    assert text.endswith(": " + ", ".join(ignored))
 
 
-@pytest.mark.parametrize(
-    ("arch", "keys", "named"),
-    [
-        ("llama", {"general.type": "adapter", "adapter.type": "lora"}, "no language model but of the kind 'adapter'"),
-        ("imatrix", {"general.type": "imatrix"}, "no language model but of the kind 'imatrix'"),
-        ("clip", {"general.type": "mmproj"}, "no language model but of the kind 'mmproj'"),
-        ("clip", {}, "architecture 'clip' is not supported"),
-        ("controlvector", {}, "architecture 'controlvector' is not supported"),
-    ],
-)
+OTHER_KINDS = [
+    ("llama", {"general.type": "adapter", "adapter.type": "lora"}, "no language model but of the kind 'adapter'"),
+    ("imatrix", {"general.type": "imatrix"}, "no language model but of the kind 'imatrix'"),
+    ("clip", {"general.type": "mmproj"}, "no language model but of the kind 'mmproj'"),
+    ("clip", {}, "architecture 'clip' is not supported"),
+    ("controlvector", {}, "architecture 'controlvector' is not supported"),
+    ("mamba", {}, "mamba"),
+    ("llama", {"split.no": "0"}, "is damaged: it is part"),
+    ("llama", {"split.count": "0"}, "is damaged: it is part"),
+]
+
+
+@pytest.mark.parametrize("arch, keys, named", OTHER_KINDS)
 def test_a_file_that_is_no_language_model_is_refused_by_its_kind(tmp_path, arch, keys, named):
     path = write_gguf(tmp_path / "m.gguf", arch, keys, [("t", np.ones((4, 32), np.float32), Kind.F32)])
-    with pytest.raises(UnsupportedArchitectureError, match=named):
+    with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=named):
         open_checkpoint(path)
 
 
-def test_unknown_architecture_and_foreign_files(llama, tmp_path):
-    file = write(tmp_path / "m.gguf", llama)
-    file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
-    with pytest.raises(UnsupportedArchitectureError, match="mamba"):
-        open_checkpoint(file)
-    write_gguf(file, "llama", {".a": 1, ".b": 2}, [])
+def test_foreign_files_are_named(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", "llama", {".a": 1, ".b": 2}, [])
     file.write_bytes(file.read_bytes().replace(b"llama.b", b"llama.a"))
     with pytest.raises(CheckpointError, match="two values under one key"):
         open_checkpoint(file)
-    (tmp_path / "text.gguf").write_text("no model at all, but longer than a header of 24 bytes")
-    with pytest.raises(CheckpointError, match=r"text\.gguf"):
-        open_checkpoint(tmp_path / "text.gguf")
+    file.write_text("no model at all, but longer than a header of 24 bytes")
+    with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        open_checkpoint(file)
 
 
 def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model):
@@ -296,16 +269,6 @@ def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model):
     shapes = tensor_shapes(read.config)
     for name in (*(name for name in shapes if name.startswith("layers.29.")), "head.norm.weight"):
         assert tuple(read.tensor(name).shape) == shapes[name]
-
-
-@pytest.mark.slow
-def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
-    expected = {
-        t.name: (t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
-        for t in gguf.GGUFReader(wheel_model).tensors
-    }
-    tensors = read_gguf_header(wheel_model).tensors
-    assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "IQ2_XS", "IQ1_S", "TQ1_0", "BF16"])

@@ -1,11 +1,6 @@
 """Every key and tensor of a GGUF file is read or refused: log-probabilities of drawn files against llama.cpp's."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -24,7 +19,7 @@ SCORED = (0, 13, 28, 50)
 ARCHS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "olmo2")
 EXPERTS = 8
 OF_EXPERTS_ARCHS = ("mixtral", "qwen3moe")
-KEYS: dict[str, dict[str, Any]] = {
+KEYS = {
     "plain": {},
     "linear by factor": {"rope.scaling.factor": 4.0},
     "linear by old key": {"rope.scale_linear": 4.0},
@@ -45,10 +40,10 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def plain(arch: str, kv_heads: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def plain(arch, kv_heads):
     """Keys and tensors of an architecture's model, without windows and caps, which are cases."""
     kind = {"qwen3moe": "Qwen3Moe", "gemma3": "Gemma3Text"}.get(arch, arch.capitalize())
-    sizes: dict[str, Any] = dict(
+    sizes = dict(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=kv_heads, max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, rms_norm_eps=1e-5,
@@ -64,23 +59,23 @@ def plain(arch: str, kv_heads: int) -> tuple[dict[str, Any], dict[str, np.ndarra
     return {**keys, **dict.fromkeys(cases), ".rope.dimension_count": HEAD_DIM, ".rope.freq_base": 5000.0}, tensors
 
 
-def stored_arch(arch: str) -> str:
+def stored_arch(arch):
     return "llama" if arch == "mixtral" else arch
 
 
-def scales(count: int) -> np.ndarray:
+def scales(count):
     """A factor of a matrix, or of every expert's: exact in float16, and another one for the next expert."""
     return (SCALE * 2.0 ** (np.arange(count) % 3)).astype(np.float32)
 
 
 def write(
-    path: Path,
-    arch: str,
-    keys: dict[str, Any],
-    more: dict[str, tuple[int, ...]],
-    folded: bool = False,
-    kind: Kind = Kind.F32,
-) -> Path:
+    path,
+    arch,
+    keys,
+    more,
+    folded=False,
+    kind=Kind.F32,
+):
     """keys: changed, without the architecture; None leaves one out. more: further tensors. kind: of the matrices.
 
     folded: scales are multiplied into their matrices instead: llama.cpp itself leaves some out (`ffn_down.scale` of
@@ -95,7 +90,7 @@ def write(
         "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0,
     }  # fmt: skip
     random = np.random.default_rng(3)
-    stored: list[tuple[str, np.ndarray, Kind]] = []
+    stored = []
     for name, shape in {**{name: values.shape for name, values in tensors.items()}, **more}.items():
         # Float16 holds these exactly, so that neither side rounds.
         values = random.normal(0, 0.3, shape).astype(np.float16).astype(np.float32)
@@ -118,7 +113,7 @@ def write(
     return write_gguf(path, stored_arch(arch), {**tokens, **content, **changed}, stored)
 
 
-def theirs(path: Path) -> list[float] | None:
+def theirs(path):
     """Log-probabilities of some tokens behind the prompt by llama.cpp; None if it refuses the file."""
     xllamacpp, settings = llama_cpp(path, 256)
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -133,7 +128,7 @@ def theirs(path: Path) -> list[float] | None:
     return [found[i] for i in SCORED]
 
 
-def ours(path: Path) -> list[float] | None:
+def ours(path):
     """The same by the engine."""
     asked = [GenerationRequest(prompt_token_ids=[*PROMPT, i], max_tokens=0, echo_logprobs=True) for i in SCORED]
     try:
@@ -144,7 +139,7 @@ def ours(path: Path) -> list[float] | None:
     return [result.prompt_logprobs[-1] for result in results if result.prompt_logprobs is not None]
 
 
-def layers(parts: Sequence[str], shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+def layers(parts, shape=()):
     """Names of further tensors of every layer, and shapes."""
     sizes = {"attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM, "ffn_gate": FFN, "ffn_up": FFN}
     sizes["attn_qkv"] = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -154,7 +149,7 @@ def layers(parts: Sequence[str], shape: tuple[int, ...] = ()) -> dict[str, tuple
 
 
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-OF_EXPERTS: dict[str, dict[str, Any]] = {
+OF_EXPERTS = {
     "softmax": {"expert_gating_func": 1, "expert_weights_norm": True, "expert_weights_scale": 1.0},
     "one expert": {"expert_used_count": 1},
     "no expert_used_count": {"expert_used_count": None},
@@ -165,7 +160,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "groups": {"expert_group_count": 2, "expert_group_used_count": 1},
     "dense layers": {"leading_dense_block_count": 1},
 }
-TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
+TENSORS = {
     "biases": layers([f"{part}.bias" for part in MATRICES]),
     "attn_output.bias": layers(["attn_output.bias"]),
     "attn_qkv.bias": layers(["attn_qkv.bias"]),
@@ -192,7 +187,7 @@ TAKEN_BY = {
 }
 
 
-def archs_of(name: str) -> tuple[str, ...]:
+def archs_of(name):
     """All architectures where some take it and others do not; else those whose readers differ most."""
     return ARCHS if name == "plain" or TAKEN_BY.get(name) else ("llama", "qwen3moe", "gemma3", "phi3")
 
@@ -204,7 +199,7 @@ CASES += [(arch, name, keys, {}) for arch in OF_EXPERTS_ARCHS for name, keys in 
 CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in OF_EXPERTS_ARCHS]
 
 
-@pytest.mark.parametrize(("arch", "name", "keys", "more"), CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
+@pytest.mark.parametrize("arch, name, keys, more", CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
 def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(tmp_path, arch, name, keys, more):
     found = ours(write(tmp_path / "m.gguf", arch, keys, more))
     assert (found is not None) == (arch in TAKEN_BY.get(name, ARCHS))

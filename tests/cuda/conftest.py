@@ -1,7 +1,5 @@
 """Fixtures for tests on the CUDA device in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
-from tests.cuda.device import Device
 from tests.helpers.layers import replace_layers
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
@@ -36,20 +33,20 @@ class Counts:
 
 
 @contextmanager
-def counted(device: Device) -> Iterator[Counts]:
+def counted(device):
     """Count what runs inside the passes."""
     counts, honest_run = Counts(), Executor.run
     for kept in (word_scales(torch.device("cuda:0")), word_zero_points(4, torch.device("cuda:0"))):
         assert kept.is_cuda  # tables that a process copies once
 
-    def step(compute: Any, _: int, batches: Any) -> Any:
+    def step(compute, _, batches):
         before = sum(device.kernels.values())
         hidden = compute()
         if not any(batch.attend.metadata.prompts for batch in batches):
             counts.layers.append(sum(device.kernels.values()) - before)
         return hidden
 
-    def run_pass(self: Executor, batches: Any, *arguments: Any, **named: Any) -> None:
+    def run_pass(self, batches, *arguments, **named):
         syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
         kernels, layers = sum(device.kernels.values()), sum(counts.layers)
         honest_run(self, batches, *arguments, **named)
@@ -68,7 +65,7 @@ def counted(device: Device) -> Iterator[Counts]:
         yield counts
 
 
-def check(counts: Counts) -> None:
+def check(counts):
     assert len(counts.waits) == counts.batches and len(set(counts.waits)) == 1, counts.waits
     assert counts.waits[0].startswith("engine/executor.py")
     assert not counts.pageable

@@ -27,15 +27,14 @@ import _thread
 import mmap
 import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
-from tests.cuda.memory import Allocator, Block, Lease
-from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
+from tests.cuda.memory import Allocator, Block
+from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock
 from tests.helpers.fused_attention import KERNELS
 
 GIB = 1 << 30
@@ -66,51 +65,51 @@ class DeviceMixError(RuntimeError):
 class Stream:
     """`torch.cuda.Stream`."""
 
-    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream") -> None:
+    def __init__(self, device=None, priority=0, *, name="stream"):
         self._world = _world()
         self.device = torch.device("cuda", self._world.index_of(device))
         self.actor = self._world.ordering.new_actor(f"{name} of {self.device}")
         self._world.streams.append(self)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         ordering = self._world.ordering
         ordering.join(self.actor, ordering.snapshot(ordering.thread()))
         ordering.join(self.actor, ordering.certain(event.recordings))
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         event = event or Event()
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._world.synchronize(self)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Stream) and other.actor == self.actor
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.actor)
 
 
 class Event:
     """`torch.cuda.Event`. A wait counts for the latest recording that surely came before it."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_, **__):
         self.recordings: list[Recording] = []
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream=None):
         world = _world()
         stream = stream or world.current_stream()
         self.recordings.append(world.ordering.record(stream.actor))
         del self.recordings[:-4096]
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream=None):
         (stream or _world().current_stream()).wait_event(self)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         world = _world()
         world.count(world.syncs)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
@@ -120,29 +119,25 @@ class CudaTensor(Tensor):
     """A tensor of the device: `values` on the CPU, in a block of the device's memory."""
 
     values: Tensor
-    lease: Lease
+    block: Block
 
     @staticmethod
-    def __new__(cls, values: Tensor, lease: Lease, device: torch.device) -> CudaTensor:
+    def __new__(cls, values, block, device):
         made = Tensor._make_wrapper_subclass(
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
             layout=values.layout, device=device, requires_grad=False,
         )  # fmt: skip
-        made.values, made.lease = values, lease
+        made.values, made.block = values, block
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"CudaTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
-    @property
-    def block(self) -> Block:
-        return self.lease.block
-
-    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+    def record_stream(self, stream):
         self.block.users.add(stream.actor)
 
     @property
-    def span(self) -> tuple[int, int]:
+    def span(self):
         """First byte and end, within the device's memory; views with gaps span them."""
         if not self.values.numel():
             return 0, 0
@@ -151,12 +146,8 @@ class CudaTensor(Tensor):
         size, origin = self.values.element_size(), self.block.start
         return origin + first * size, origin + (last + 1) * size
 
-    @property
-    def ordering(self) -> Ordering:
-        return self.lease.ordering
-
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name == "tolist":
             _world().synchronize()
@@ -171,76 +162,68 @@ class CudaTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _world().dispatch(func, args, kwargs or {})
 
 
 class _Mode(TorchDispatchMode):
     """Sees the operations of one thread that make tensors of the device, and those on watched host memory."""
 
-    def __init__(self, world: Device) -> None:
+    def __init__(self, world):
         super().__init__()
         self._world = world
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if _device is not self._world:  # a thread that outlives its test
             return func(*args, **(kwargs or {}))
         return self._world.dispatch(func, args, kwargs or {})
 
 
-class _StreamContext:
+@contextmanager
+def _on_stream(stream):
     """`torch.cuda.stream`."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        world = _world()
-        self._before = world.current_device()
-        if self.stream is not None:
-            self._stream_before = world.current_stream(self.stream.device)
-            world.set_device(self.stream.device)
-            world.set_stream(self.stream)
-
-    def __exit__(self, *_: object) -> None:
-        world = _world()
-        if self.stream is not None:
-            world.set_stream(self._stream_before)
-        world.set_device(self._before)
+    if stream is None:
+        yield
+        return
+    world = _world()
+    before = world.current_stream(stream.device)
+    with _on_device(stream.device):
+        world.set_stream(stream)
+        try:
+            yield
+        finally:
+            _world().set_stream(before)
 
 
-class _DeviceContext:
+@contextmanager
+def _on_device(device):
     """`torch.cuda.device`."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        world = _world()
-        self._before = world.current_device()
-        if self._device is not None:
-            world.set_device(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        _world().set_device(self._before)
+    world = _world()
+    before = world.current_device()
+    if device is not None:
+        world.set_device(device)
+    try:
+        yield
+    finally:
+        _world().set_device(before)
 
 
 class _Runtime:
     """What the engine calls of `torch.cuda.cudart()`."""
 
     @staticmethod
-    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(address, size, flags):
         return _world().register(address, size)
 
     @staticmethod
-    def cudaHostUnregister(address: int) -> int:
+    def cudaHostUnregister(address):
         return _world().unregister(address)
 
 
 class Device:
     """One machine's CUDA devices; see the module."""
 
-    def __init__(self, num_devices: int, memory: int) -> None:
+    def __init__(self, num_devices, memory):
         self.ordering = Ordering(_text)
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
@@ -250,35 +233,27 @@ class Device:
         self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
         self.register_error = 0
         self.registered_from: set[int] = set()  # devices that were current then
-        # Pinned host memory: address -> size. Registered pages, and storages that the driver allocated.
+        # Pinned host memory: address -> size. Registered pages, and those that the driver allocated.
         self.registered: dict[int, int] = {}
         self.peak_registered = 0
-        self._pinned: dict[int, tuple[StorageWeakRef, int]] = {}
         # Host memory whose accesses are checked: storage -> a reference that keeps its number from being used again.
         self._watched: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
         self._own = threading.local()
         self._defaults: list[Stream] = []
 
     @property
-    def races(self) -> Counter[tuple[str, str]]:
+    def races(self):
         return self.ordering.races
 
-    def check(self) -> None:
+    def check(self):
         """Assert that no race and no mix was seen."""
         shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
         assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
         assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory in use, as the driver rounds them."""
-        with self.ordering.lock:
-            driver = sum(size for reference, size in self._pinned.values() if not reference.expired())
-            return driver + sum(self.registered.values())
-
     # What torch.cuda offers
 
-    def index_of(self, device: Any = None) -> int:
+    def index_of(self, device=None):
         if device is None:
             return self.current_device()
         if isinstance(device, int):
@@ -289,57 +264,53 @@ class Device:
             raise RuntimeError("CUDA error: invalid device ordinal")
         return index
 
-    def current_device(self) -> int:
+    def current_device(self):
         return getattr(self._own, "device", 0)
 
-    def set_device(self, device: Any) -> None:
+    def set_device(self, device):
         self._own.device = self.index_of(device)
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device=None):
         with self.ordering.lock:
             while len(self._defaults) < len(self.memory):
                 self._defaults.append(Stream(len(self._defaults), name="default stream"))
         return self._defaults[self.index_of(device)]
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device=None):
         streams: dict[int, Stream] = self._own.__dict__.setdefault("streams", {})
         index = self.index_of(device)
         return streams.get(index) or self.default_stream(index)
 
-    def set_stream(self, stream: Stream) -> None:
+    def set_stream(self, stream):
         self._own.__dict__.setdefault("streams", {})[stream.device.index] = stream
 
-    def synchronize(self, stream: Stream | None = None) -> None:
+    def synchronize(self, stream=None):
         """Wait for a stream; None: the current one."""
         self.count(self.syncs)
         self._wait_for(stream or self.current_stream())
 
-    def _wait_for(self, stream: Stream) -> None:
+    def _wait_for(self, stream):
         self.ordering.wait_for(self.ordering.snapshot(stream.actor))
 
-    def synchronize_device(self, device: Any = None) -> None:
+    def synchronize_device(self, device=None):
         self.count(self.syncs)
         index = self.index_of(device)
         for stream in self.streams:
             if stream.device.index == index:
                 self._wait_for(stream)
 
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+    def mem_get_info(self, device=None):
         memory = self.memory[self.index_of(device)]
-        return memory.total - memory.reserved, memory.total
+        return memory.total - memory.in_use, memory.total
 
-    def limit(self, fraction: float, device: Any = None) -> None:
+    def limit(self, fraction, device=None):
         assert 0 <= fraction <= 1
         memory = self.memory[self.index_of(device)]
         memory.allowed = int(fraction * memory.total)
 
-    def empty_cache(self) -> None:
-        for memory in self.memory:
-            memory.empty_cache()
-
     # Host memory
 
-    def register(self, address: int, size: int) -> int:
+    def register(self, address, size):
         if self.register_error or address % mmap.PAGESIZE:
             self._own.last_error = self.register_error or 1
             return self._own.last_error
@@ -349,48 +320,42 @@ class Device:
             self.peak_registered = max(self.peak_registered, sum(self.registered.values()))
         return 0
 
-    def unregister(self, address: int) -> int:
+    def unregister(self, address):
         return 0 if self.registered.pop(address, None) is not None else 1
 
-    def is_pinned(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor):
         if tensor.is_cuda or not tensor.numel():
             return False
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._pinned:
-            return True
         address = tensor.data_ptr()
         return any(start <= address < start + size for start, size in list(self.registered.items()))
 
-    def note_host(self, tensor: Tensor, writes: bool, what: str) -> None:
+    def note_host(self, tensor, writes, what):
         """Note that the calling thread reads or writes host memory by other means than PyTorch."""
         self._watch(tensor)
         self.ordering.step(self.ordering.thread())
         self._access_host(tensor, self.ordering.thread(), writes, what, _trail())
 
-    def _pinned_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """`torch.empty(..., pin_memory=True)`: the driver rounds sizes up to powers of two."""
+    def _pinned_memory(self, shape, dtype):
+        """`torch.empty(..., pin_memory=True)`."""
         num_bytes = prod(shape) * dtype.itemsize
-        pages = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)
-        made = torch.from_numpy(pages)[:num_bytes].view(dtype).view(list(shape))
-        storage = made.untyped_storage()
-        with self.ordering.lock:
-            size = 1 << max(0, num_bytes - 1).bit_length()
-            self._pinned[storage._cdata] = StorageWeakRef(storage), size
-            self._pinned = {key: own for key, own in self._pinned.items() if not own[0].expired()}
-        self._watch(made)
-        return made
+        pages = mmap.mmap(-1, max(1, num_bytes))
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self.registered[memory.data_ptr()] = num_bytes
+        weakref.finalize(pages, self.registered.pop, memory.data_ptr(), None)
+        self._watch(memory)
+        return memory[:num_bytes].view(dtype).view(list(shape))
 
-    def _watch(self, tensor: Tensor) -> None:
+    def _watch(self, tensor):
         storage = tensor.untyped_storage()
         with self.ordering.lock:
             if storage._cdata not in self._watched:
                 self._watched = {key: own for key, own in self._watched.items() if not own[0].expired()}
                 self._watched[storage._cdata] = StorageWeakRef(storage), []
 
-    def _is_watched(self, tensor: Tensor) -> bool:
+    def _is_watched(self, tensor):
         return tensor.untyped_storage()._cdata in self._watched
 
-    def _access_host(self, tensor: Tensor, actor: int, writes: bool, what: str, trail: Trail) -> None:
+    def _access_host(self, tensor, actor, writes, what, trail):
         if not tensor.numel():
             return
         _, accesses = self._watched[tensor.untyped_storage()._cdata]
@@ -401,18 +366,18 @@ class Device:
 
     # Operations
 
-    def count(self, counter: Counter[str]) -> None:
+    def count(self, counter):
         place = _text(_trail(1))
         with self.ordering.lock:
             counter[place] += 1
 
-    def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
+    def new_tensor(self, values, device):
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
-        lease = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
-        return CudaTensor(values, lease, torch.device("cuda", index))
+        block = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
+        return CudaTensor(values, block, torch.device("cuda", index))
 
-    def launch(self, what: str, device: Any, reads: list[CudaTensor], writes: list[CudaTensor]) -> None:
+    def launch(self, what, device, reads, writes):
         """Run one kernel or copy on the device's current stream; a kernel reports this thread's last error."""
         if not what.startswith("copy ") and (error := self._own.__dict__.pop("last_error", 0)):
             raise RuntimeError(f"CUDA error: {'out of memory' if error == 2 else error}")
@@ -424,10 +389,10 @@ class Device:
                 for tensor in tensors:
                     first, end = tensor.span
                     # The package keeps small tensors for good: those of a test before this one have no clocks here.
-                    if end > first and tensor.ordering is self.ordering:
+                    if end > first and tensor.block.allocator.ordering is self.ordering:
                         self.ordering.access(tensor.block.accesses, first, end, stream, is_write, what, trail)
 
-    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, func, args, kwargs):
         name = func._schema.name
         tensors = list(_tensors((args, tuple(kwargs.values()))))
         on_device = [x for x in tensors if isinstance(x, CudaTensor)]
@@ -452,9 +417,7 @@ class Device:
         self._check_devices(name, args, tensors, on_device)
         return self._compute(name, func, args, kwargs, on_device)
 
-    def _on_host(
-        self, name: str, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _on_host(self, name, func, tensors, args, kwargs):
         if kwargs.get("pin_memory"):
             with _disable_current_modes():
                 return self._pinned_memory(args[0], kwargs.get("dtype") or torch.get_default_dtype())
@@ -472,7 +435,7 @@ class Device:
                         self._access_host(tensor, thread, is_write, name, trail)
         return func(*args, **kwargs)
 
-    def _to_copy(self, func: Any, source: Tensor, kwargs: dict[str, Any], kind: str | None) -> Tensor:
+    def _to_copy(self, func, source, kwargs, kind):
         options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
         if isinstance(source, CudaTensor):
             if kind == "cpu":
@@ -487,7 +450,7 @@ class Device:
         self._send(source, made, kwargs.get("non_blocking", False))
         return made
 
-    def _copy_across(self, target: Tensor, source: Tensor, is_async: bool) -> Tensor:
+    def _copy_across(self, target, source, is_async):
         _values(target).copy_(_values(source))
         if isinstance(target, CudaTensor):
             self._send(source, target, is_async)
@@ -504,7 +467,7 @@ class Device:
             self.synchronize(stream)
         return target
 
-    def _send(self, source: Tensor, target: CudaTensor, is_async: bool) -> None:
+    def _send(self, source, target, is_async):
         """Copy host memory to the device, on its current stream."""
         self.launch("copy to the device", target.device, [], [target])
         stream = self.current_stream(target.device)
@@ -521,9 +484,7 @@ class Device:
         if not is_async:
             self.synchronize(stream)
 
-    def _check_devices(
-        self, name: str, args: tuple[Any, ...], tensors: list[Tensor], on_device: list[CudaTensor]
-    ) -> None:
+    def _check_devices(self, name, args, tensors, on_device):
         if len({x.device for x in on_device}) > 1:
             self._mix(name)
         for tensor in tensors:
@@ -538,15 +499,13 @@ class Device:
             elif tensor.dim() or name in _INDEXING | {"aten::cat", "aten::gather", "aten::index_select"}:
                 self._mix(f"{name} of {tuple(tensor.shape)} {tensor.dtype} on the host")
 
-    def _mix(self, what: str) -> None:
+    def _mix(self, what):
         place = f"{what} at {_text(_trail())}"
         with self.ordering.lock:
             self.mixes[place] += 1
         raise DeviceMixError(f"Expected all tensors to be on the same device: {place}")
 
-    def _compute(
-        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[CudaTensor]
-    ) -> Any:
+    def _compute(self, name, func, args, kwargs, on_device):
         device = on_device[0].device
         is_masked = name in _INDEXING and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors((args[1],)))
         if name in _WAITING or is_masked:
@@ -569,11 +528,11 @@ class Device:
 
     def _wrapped(
         self,
-        value: Any,
-        operands: list[CudaTensor],
-        storages: dict[int, CudaTensor],
-        made: list[CudaTensor],
-    ) -> Any:
+        value,
+        operands,
+        storages,
+        made,
+    ):
         """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets."""
         # No function within a function, which would keep the operands until the collector runs.
         if isinstance(value, list | tuple):
@@ -585,12 +544,12 @@ class Device:
                 return own
         base = storages.get(value.untyped_storage()._cdata)
         if base is not None:
-            return CudaTensor(value, base.lease, base.device)
+            return CudaTensor(value, base.block, base.device)
         made.append(self.new_tensor(value, operands[0].device))
         return made[-1]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values):
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -598,7 +557,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _values(value: Any) -> Any:
+def _values(value):
     """Replace tensors of the device by their values."""
     if isinstance(value, CudaTensor):
         return value.values
@@ -607,11 +566,11 @@ def _values(value: Any) -> Any:
     return value
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func):
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def _operands(func, args, kwargs):
     """Return the tensors that an operation reads, and those that it writes."""
     reads: list[Any] = []
     writes: list[Any] = []
@@ -627,29 +586,29 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return reads, writes
 
 
-def _trail(depth: int = 3) -> Trail:
+def _trail(depth=3):
     """Return the innermost places of the package that led here."""
     frame, trail = sys._getframe(1), []
     while frame is not None and len(trail) < depth:
         if frame.f_code.co_filename.startswith(_PACKAGE):
             trail.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(trail)
 
 
-def _text(trail: Trail) -> str:
+def _text(trail):
     return " < ".join(f"{file.removeprefix(_PACKAGE)}:{line}" for file, line in trail) or "a test"
 
 
 _device: Device | None = None
 
 
-def _world() -> Device:
+def _world():
     assert _device is not None, "the device is gone: its test is over"
     return _device
 
 
-def _launch_triton(launch: Any, *arguments: Any) -> None:
+def _launch_triton(launch, *arguments):
     """Stand in for a launch of Triton; needs the kernel's device to be the current one."""
     from tests.helpers import triton_stand_in
 
@@ -662,34 +621,34 @@ def _launch_triton(launch: Any, *arguments: Any) -> None:
     world.launch(launch.kernel.__name__, target.device, [x for x in tensors if x is not target], [target])
 
 
-def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
+def _patch(patch, world, is_proved):
     ordering = world.ordering
 
-    def own_threads(patch: pytest.MonkeyPatch) -> None:
+    def own_threads(patch):
         run, join, submit = threading.Thread.run, threading.Thread.join, ThreadPoolExecutor.submit
         start = threading.Thread.start
 
-        def started(self: threading.Thread) -> None:
-            self._clock_at_start = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+        def started(self):
+            self._clock_at_start = ordering.snapshot(ordering.thread())
             start(self)
 
-        def run_in_mode(self: threading.Thread) -> None:
+        def run_in_mode(self):
             ordering.name_thread(self.name)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_start", {}))
             try:
                 with _Mode(world):
                     run(self)
             finally:
-                self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+                self._clock_at_end = ordering.snapshot(ordering.thread())
 
-        def joined(self: threading.Thread, timeout: float | None = None) -> None:
+        def joined(self, timeout=None):
             join(self, timeout)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_end", {}))
 
-        def submitted(self: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def submitted(self, task, /, *args, **kwargs):
             clock = ordering.snapshot(ordering.thread())
 
-            def ordered(*args: Any, **kwargs: Any) -> Any:
+            def ordered(*args, **kwargs):
                 ordering.join(ordering.thread(), clock)
                 return task(*args, **kwargs)
 
@@ -701,21 +660,21 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
         patch.setattr(ThreadPoolExecutor, "submit", submitted)
         made = ThreadPoolExecutor.__init__
 
-        def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
+        def made_without(self, *args, **kwargs):
             made(self, *args, **kwargs)
             self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
 
         patch.setattr(ThreadPoolExecutor, "__init__", made_without)
 
-    def own_locks(patch: pytest.MonkeyPatch) -> None:
-        def lock() -> Any:
+    def own_locks(patch):
+        def lock():
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
             return _thread.allocate_lock() if counts else TrackedLock(ordering, _thread.allocate_lock())
 
         patch.setattr(threading, "Lock", lock)
         patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
 
-    def torch_cuda(patch: pytest.MonkeyPatch) -> None:
+    def torch_cuda(patch):
         class Properties:
             name, total_memory = "CUDA in host memory", world.memory[0].total
 
@@ -726,17 +685,14 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
             "device_count": lambda: len(world.memory),
             "current_device": world.current_device,
             "set_device": world.set_device,
-            "device": _DeviceContext,
+            "device": _on_device,
             "Stream": Stream,
             "Event": Event,
-            "stream": _StreamContext,
-            "set_stream": world.set_stream,
+            "stream": _on_stream,
             "current_stream": world.current_stream,
-            "default_stream": world.default_stream,
             "synchronize": world.synchronize_device,
             "mem_get_info": world.mem_get_info,
-            "empty_cache": world.empty_cache,
-            "_sleep": lambda cycles: None,
+            "empty_cache": lambda: None,
             "set_per_process_memory_fraction": world.limit,
             "cudart": lambda: _Runtime,
             "get_device_name": lambda device=None: Properties.name,
@@ -747,7 +703,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
-    def package(patch: pytest.MonkeyPatch) -> None:
+    def package(patch):
         from flexgen_helm.engine import engine, proof
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
@@ -764,13 +720,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
 
         transfer = disk.DirectFile._transfer
 
-        def noted(self: Any, call: Any, offset: int, buffer: Tensor) -> None:
+        def noted(self, call, offset, buffer):
             world.note_host(buffer, call is disk.os.preadv, "file I/O")
             transfer(self, call, offset, buffer)
 
         made = transfer_manager.TransferManager.__init__
 
-        def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
+        def made_without(self, *args, **kwargs):
             made(self, *args, **kwargs)
             self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
 
@@ -782,7 +738,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device, is_proved: bool) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(num_devices: int = 1, memory: int = 4 * GIB, is_proved: bool = True) -> Iterator[Device]:
+def cuda_in_host_memory(num_devices=1, memory=4 * GIB, is_proved=True):
     """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back.
 
     is_proved: the engine computes without proving itself.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits, Policy
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import engine as engine_module
 from tests.helpers.shares import IS_WHOLE
-from tests.helpers.tiny_models import VOCABULARY, TinyModel
+from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20
 LIMITS = MemoryLimits(gpu=64 * MIB, cpu=128 * MIB, disk=256 * MIB)
@@ -27,16 +26,14 @@ PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 EXACT, OF_PEERS = (1e-3, 1e-4), (4.0, 2.0)
 
 
-def each_family(variants: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[tuple[str, torch.dtype]]:
+def each_family(variants, dtypes):
     """Each family in one of the types by turns, or, where matrices are whole, in all."""
     if IS_WHOLE:
         return list(itertools.product(variants, dtypes))
     return [(variant, dtypes[number % len(dtypes)]) for number, variant in enumerate(variants)]
 
 
-def requests(
-    count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, tokens: int = VOCABULARY, **options: Any
-) -> list[Any]:
+def requests(count=5, longest=40, new=3, shared=0, tokens=VOCABULARY, **options):
     """Scored prompts with answers, some with several completions; `shared` tokens begin every prompt."""
     draw = random.Random(count)
     common = [draw.randrange(2, tokens) for _ in range(shared)]
@@ -49,9 +46,7 @@ def requests(
     ]  # fmt: skip
 
 
-def run(
-    path: Any, asked: Sequence[Any], dtype: torch.dtype, *, device: str = "cuda", stops: Any = None, **settings: Any
-) -> tuple[list[GenerationResult], dict[str, Any]]:
+def run(path, asked, dtype, *, device="cuda", stops=None, **settings):
     """Answer requests on the device in a compute dtype; return the results and the record.
 
     stops: named arguments of `Engine.run`.
@@ -67,7 +62,7 @@ def run(
             return results, engine.last_run
 
 
-def assert_close(model: TinyModel, results: Sequence[GenerationResult], dtype: torch.dtype) -> None:
+def assert_close(model, results, dtype):
     """Scores of prompts and answers are as near to `transformers` in float32 as `transformers` in `dtype` is."""
     errors: list[float] = []
     peer: list[float] = []
@@ -87,7 +82,7 @@ def assert_close(model: TinyModel, results: Sequence[GenerationResult], dtype: t
     assert found[0] < worst and found[1] < mean, (found, (worst, mean))
 
 
-def _in_dtype(model: TinyModel, dtype: torch.dtype) -> Any:
+def _in_dtype(model, dtype):
     """The reference in 16 bits, made once."""
     key = str(model.path), dtype
     if key not in _peers:

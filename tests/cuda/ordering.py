@@ -55,7 +55,7 @@ class Ordering:
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     completed: Clock = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.lock = threading.RLock()
         self._clocks: dict[int, Clock] = {}
         self._names: dict[int, str] = {}
@@ -63,13 +63,13 @@ class Ordering:
         self._numbers = itertools.count(1)
         self._own = threading.local()
 
-    def new_actor(self, name: str) -> int:
+    def new_actor(self, name):
         with self.lock:
             actor = next(self._numbers)
             self._clocks[actor], self._names[actor] = {actor: 1}, name
             return actor
 
-    def thread(self) -> int:
+    def thread(self):
         """Return the calling thread's actor."""
         actor: int | None = getattr(self._own, "actor", None)
         if actor is None:
@@ -78,10 +78,10 @@ class Ordering:
             self._threads.add(actor)
         return actor
 
-    def name_thread(self, name: str) -> None:
+    def name_thread(self, name):
         self._names[self.thread()] = f"thread {name}"
 
-    def join(self, actor: int, clock: Clock) -> None:
+    def join(self, actor, clock):
         """Let what an actor does from now on happen after `clock`."""
         with self.lock:
             known = self._clocks[actor]
@@ -89,20 +89,20 @@ class Ordering:
                 if known.get(actor, 0) < step:
                     known[actor] = step
 
-    def snapshot(self, actor: int) -> Clock:
+    def snapshot(self, actor):
         with self.lock:
             return dict(self._clocks[actor])
 
-    def launch(self, stream: int) -> None:
+    def launch(self, stream):
         """Begin a step of a stream, after all that the calling thread did."""
         self.join(stream, self._clocks[self.thread()])
         self.step(stream)
 
-    def step(self, actor: int) -> None:
+    def step(self, actor):
         with self.lock:
             self._clocks[actor][actor] += 1
 
-    def wait_for(self, clock: Clock) -> None:
+    def wait_for(self, clock):
         """Let the calling thread wait until `clock` is over.
 
         It learns nothing of what other threads did: a stream that orders them does so by chance of their speed.
@@ -113,18 +113,28 @@ class Ordering:
             for actor, step in clock.items():
                 self.completed[actor] = max(step, self.completed.get(actor, 0))
 
-    def is_completed(self, clock: Clock) -> bool:
-        """Return whether some thread has waited for all of `clock`, so that a query would say so."""
-        return all(self.completed.get(actor, 0) >= step for actor, step in clock.items())
+    def begins(self, stream, first, end):
+        """Return what a new block begins with: its bytes may be those that the stream's last step used."""
+        step = self.snapshot(stream)[stream]
+        return [Access(first, end, stream, step, True, "earlier use of the memory", ())] if step > 1 else []
 
-    def record(self, stream: int) -> Recording:
+    def reuse(self, accesses, stream, users):
+        """Count the accesses of a freed block that its stream, the freeing thread, and all waits leave unordered."""
+        with self.lock:
+            for clock in (self._clocks[self.thread()], self.completed, self._clocks[stream]):
+                accesses = [old for old in accesses if clock.get(old.actor, 0) < old.step]
+            for old in accesses:
+                if old.actor not in users:
+                    self.races[self._text(old), f"memory of {self._names[stream]} is freed"] += 1
+
+    def record(self, stream):
         with self.lock:
             thread = self.thread()
             self.join(stream, self._clocks[thread])
             self.step(thread)
             return Recording(self.snapshot(stream), thread, self._clocks[thread][thread])
 
-    def certain(self, recordings: list[Recording]) -> Clock:
+    def certain(self, recordings):
         """Return the clock of the latest recording that surely came before the calling thread looks at the event."""
         with self.lock:
             known = self._clocks[self.thread()]
@@ -133,9 +143,7 @@ class Ordering:
                     return recording.clock
             return {}
 
-    def access(
-        self, accesses: list[Access], first: int, end: int, actor: int, writes: bool, what: str, trail: Trail
-    ) -> None:
+    def access(self, accesses, first, end, actor, writes, what, trail):
         """Add an access in the actor's current step to those of some memory; count those that it races with."""
         with self.lock:
             clock, kept = self._clocks[actor], []
@@ -150,45 +158,45 @@ class Ordering:
                 kept.append(old)
             accesses[:] = [*kept, Access(first, end, actor, clock[actor], writes, what, trail)]
 
-    def _text(self, access: Access) -> str:
+    def _text(self, access):
         return self._text_of(access.actor, access.writes, access.what, access.trail)
 
-    def _text_of(self, actor: int, writes: bool, what: str, trail: Trail) -> str:
+    def _text_of(self, actor, writes, what, trail):
         return f"{what} {'writes' if writes else 'reads'} on {self._names[actor]} at {self.describe(trail)}"
 
 
 class TrackedLock:
     """A lock that orders what its holders do one after the other."""
 
-    def __init__(self, ordering: Ordering, lock: threading.Lock | threading.RLock) -> None:  # type: ignore[valid-type]
+    def __init__(self, ordering, lock):
         self._ordering, self._lock, self._clock = ordering, lock, dict[int, int]()
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(self, blocking=True, timeout=-1):
         if not self._lock.acquire(blocking, timeout):
             return False
         self._join()
         return True
 
-    def release(self) -> None:
+    def release(self):
         self._leave()
         self._lock.release()
 
-    def __enter__(self) -> bool:
+    def __enter__(self):
         return self.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.release()
 
-    def locked(self) -> bool:
+    def locked(self):
         return self._lock.locked()
 
-    def _at_fork_reinit(self) -> None:
+    def _at_fork_reinit(self):
         self._lock._at_fork_reinit()
 
-    def _join(self) -> None:
+    def _join(self):
         self._ordering.join(self._ordering.thread(), self._clock)
 
-    def _leave(self) -> None:
+    def _leave(self):
         with self._ordering.lock:
             thread = self._ordering.thread()
             for actor, step in self._ordering.snapshot(thread).items():
@@ -198,13 +206,13 @@ class TrackedLock:
 class TrackedRLock(TrackedLock):
     """The same for `threading.RLock`, with what `threading.Condition` asks of one."""
 
-    def _release_save(self) -> object:
+    def _release_save(self):
         self._leave()
         return self._lock._release_save()
 
-    def _acquire_restore(self, state: object) -> None:
+    def _acquire_restore(self, state):
         self._lock._acquire_restore(state)
         self._join()
 
-    def _is_owned(self) -> bool:
+    def _is_owned(self):
         return self._lock._is_owned()

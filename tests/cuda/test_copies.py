@@ -1,12 +1,9 @@
 """Copies in pieces: what is larger than a buffer arrives whole, whatever its layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from flexgen_helm import Engine
-from flexgen_helm.models import attention
 from flexgen_helm.offload import transfer_manager
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from tests.cuda.engine_runs import LIMITS
@@ -35,22 +32,6 @@ def test_resident_weights_cross_through_a_pinned_buffer(tiny, tmp_path, cuda_dev
     settings = dict(device="cuda", precision=precision, limits=LIMITS, offload_dir=tmp_path)
     with Engine.from_pretrained(tiny("llama").path, **settings):
         assert not [line for line in cuda_device.pageable_copies if line.startswith("offload/")]
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, dim, kernel",
-    [
-        ((7, 5), torch.bfloat16, 64, None), ((7, 5), torch.float16, 64, attention.EFFICIENT),
-        ((8, 0), torch.float16, 64, attention.FLASH), ((8, 0), torch.float16, 260, None),
-        ((8, 0), torch.float16, 264, attention.EFFICIENT), ((13, 0), torch.float16, 64, None),
-    ],
-)  # fmt: skip
-def test_the_kernel_of_a_device(cuda_device, monkeypatch, capability, dtype, dim, kernel):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    device = torch.device("cuda", 0)
-    assert attention.device_kernel.__wrapped__(device, dtype, dim, False) is kernel
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert attention.device_kernel.__wrapped__(device, dtype, dim, False) is None, "ROCm"
 
 
 def test_a_refused_registration_does_not_poison_the_next_launch(cuda_device):

@@ -1,18 +1,20 @@
 """A GPU with a fault: a model that differs there is refused, a kernel that differs is left out by name."""
 
-from __future__ import annotations
-
 import json
+from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine import proof
+from flexgen_helm.engine.proof import compare_kernels
 from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switched_off
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from flexgen_helm.progress import Message, ProgressPhase, observed_by
+from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.precisions import PRECISIONS, PublishedFormats
 from tests.cuda import device as fake
 from tests.cuda.engine_runs import LIMITS, requests
 from tests.helpers import triton_stand_in
@@ -98,13 +100,13 @@ def test_a_kernel_that_differs_is_left_out_by_name_and_numbers_are_right(tiny, m
     assert error_of(tiny("llama").path, tokens, scores, "4bit-weights") < 5e-2
 
 
-@pytest.mark.parametrize("fault", [spoil_triton, spoil_attention])
-def test_such_a_kernel_would_change_numbers(tiny, monkeypatch, fault):
-    """The inverse: where nothing is compared."""
-    fault(monkeypatch)
-    monkeypatch.setattr(proof, "switch_off", lambda *_: None)
-    _, _, (tokens, scores), _ = answer(tiny("llama").path, precision="4bit-weights", unverified=True)
-    assert error_of(tiny("llama").path, tokens, scores, "4bit-weights") > 5e-2
+def test_published_types_of_a_model_are_compared_too(monkeypatch):
+    spoil_triton(monkeypatch)
+    published = PublishedFormats(MappingProxyType({"model.layers.0.mlp.up_proj.weight": BLOCK_FORMATS["Q4_K"]}))
+    with fake.cuda_in_host_memory(is_proved=False):
+        precision = replace(PRECISIONS["fp16"], published=published)
+        compare_kernels(torch.device("cuda", 0), torch.float16, precision, 64)
+    assert TRITON in switched_off
 
 
 def test_a_device_without_a_fault_is_proved_once(tiny, home):
@@ -136,10 +138,3 @@ def test_copies_that_arrive_wrong_refuse_the_model(tiny, home, monkeypatch):
 def test_unverified_proves_nothing_and_says_so(tiny, home):
     _, proofs, _, record = answer(tiny("llama").path, unverified=True)
     assert proofs == 0 and record["proved"] is False and not (home / "proofs.json").exists()
-
-
-def test_a_proof_of_the_host_is_none_of_a_device(tiny):
-    with fake.cuda_in_host_memory():
-        key = proof.ProofKey("A", "", "{}")
-        there = proof.ProofKey("A", "", "{}", proof._device_text(torch.device("cuda", 0)))
-        assert "CUDA in host memory" in there.device and there.digest != key.digest

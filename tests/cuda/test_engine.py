@@ -3,8 +3,6 @@
 `make test` runs a selection, `make test-slow` the whole matrix.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import asdict
@@ -16,7 +14,6 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.kernels.products import linear
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda import counts
@@ -33,6 +30,7 @@ from tests.cuda.engine_runs import (
     requests,
     run,
 )  # fmt: skip
+from tests.helpers.offload import claims
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import VARIANTS
 
@@ -114,14 +112,6 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
         "_DEVICE_ATTENTION": (4, 16, 32, 2),
     }.items():  # fmt: skip
         monkeypatch.setattr(profiler, name, value)
-    products, honest = set(), profiler._best
-
-    def noted(calls, repeats, device=profiler._HOST):
-        given = [call.args for call in calls if getattr(call, "func", None) is linear]
-        products.update((device.type, weight.shape[0]) for _, weight, _ in given)
-        return honest(calls, repeats, device)
-
-    monkeypatch.setattr(profiler, "_best", noted)
     with cuda_in_host_memory() as device:
         profile = profiler.measure(tmp_path)
     device.check()
@@ -129,9 +119,7 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
     rates = [*asdict(profile.link).values(), profile.gpu.attention_flops, profile.gpu.dequantize_elements_s]
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert HardwareProfile.from_json(profile.to_json()) == profile
-    assert products == {("cpu", 64), ("cuda", 128)}, "launches would dominate a device's products of the host's width"
-    pinned = [line for line in device.pageable_copies if "profiler.py" in line]
-    assert pinned, "the rates of pageable memory are measured too"
+    assert any("profiler.py" in line for line in device.pageable_copies), "the rates of pageable memory too"
 
 
 @pytest.mark.fast(1)
@@ -151,16 +139,6 @@ def test_a_second_device(tiny, tmp_path, precision):
         assert_close(model, results, torch.float16)
 
 
-def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
-    with cuda_in_host_memory() as device:
-        for _ in range(2):
-            free, total = torch.cuda.mem_get_info()
-            assert total - free <= 4 * MIB  # small tables that stay
-            assert not device.registered and not device.pinned_bytes
-            run(tiny("llama").path, requests(), torch.float16, policy=THIRDS, offload_dir=tmp_path)
-    device.check()
-
-
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("placement, number", [("resident", 3), ("resident", 170), ("host", 3), ("host", 40)])
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
@@ -174,8 +152,7 @@ def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, pl
     ):
         device.memory[0].failing = {device.memory[0].num_allocations + number}
         results = engine.run(asked)
-        for ledger in engine._tiers.ledgers.values():
-            ledger.check()
+        claims(engine)
         assert device.memory[0].num_allocations > max(device.memory[0].failing)
     device.check()
     assert_close(model, results, torch.float16)
@@ -205,7 +182,7 @@ def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
     assert all(moved.values()) and sources and all(sources)
     assert record["hardware"]["host_memory"] == "pinned"
     assert not [line for line in device.pageable_copies if line.startswith("offload/transfer_manager.py")]
-    assert not device.pinned_bytes, "freed with the engine"
+    assert not device.registered and device.memory[0].in_use <= 4 * MIB, "freed with the engine, but for small tables"
     matrices = [p for p in model.text_parameters() if p.ndim == 2]
     exact = sum(-(-2 * p.numel() // 4096) * 4096 for p in matrices)
     stored = record["peak_bytes"]["cpu"]

@@ -1,7 +1,5 @@
 """Launches of experts that rest on the device: what is no product takes one for all experts of a layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from flexgen_helm.models import routing
 from flexgen_helm.models.routing import RoutedTokens
 from flexgen_helm.offload.weights import TieredWeights
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, assert_close, requests, run
+from tests.cuda.engine_runs import assert_close, run
 from tests.helpers.backend_models import saved
 from tests.helpers.tiny_models import TinyModel, config_like_llama, save_random
 
@@ -45,7 +43,7 @@ def test_launches_of_a_mixture(tmp_path, monkeypatch, build, at_once):
     with cuda_in_host_memory() as device:
 
         def counting(batches, announce):
-            used: list[int] = []
+            used = []
             before = sum(device.kernels.values())
             out = honest(batches, lambda numbers, _: used.extend(numbers))
             counted.append((len(used), sum(device.kernels.values()) - before))
@@ -59,25 +57,6 @@ def test_launches_of_a_mixture(tmp_path, monkeypatch, build, at_once):
     of_expert, beside = LAUNCHES[build][not at_once]
     assert len({used for used, _ in counted}) > 1
     assert [launches for _, launches in counted] == [of_expert * used + beside for used, _ in counted]
-
-
-@pytest.mark.parametrize("placement", ["resident", "thirds"])
-def test_experts_that_are_offloaded_multiply_one_after_the_other(tmp_path, monkeypatch, placement):
-    """An offloaded expert is in memory once."""
-    model, honest, given = TinyModel(tmp_path / "model", qwen3_moe(tmp_path / "model")), routing.through_experts, set()
-
-    def seen(batches, announce):
-        given.add(batches[0].at_once)
-        return honest(batches, announce)
-
-    monkeypatch.setattr(routing, "through_experts", seen)
-    policy = PLACEMENTS[placement]
-    settings = {} if policy is None else dict(policy=policy, schedule="zigzag", offload_dir=tmp_path / "tiers")
-    with cuda_in_host_memory() as device:
-        results, _ = run(model.path, requests(3), torch.float32, precision="fp16", **settings)
-    device.check()
-    assert_close(model, results, torch.float32)
-    assert given == {policy is None}
 
 
 def sums(at_once, rows=4096, is_reversed=False):

@@ -1,7 +1,5 @@
 """On a CUDA device: types and placements beside `transformers`, and delays, which change no bit. `make gpu-check`."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from tests.cuda.engine_runs import DISK, HOST, LIMITS, THIRDS, assert_close, requests, run
 from tests.helpers.layers import replace_layers
+from tests.helpers.tiny_models import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,16 +21,17 @@ PLACEMENTS = {
     "thirds": dict(limits=LIMITS, policy=THIRDS, schedule="zigzag", cpu_attention=False),
     "disk": dict(limits=LIMITS, policy=DISK, schedule="zigzag"),
 }
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES, FEW = ("float16", "bfloat16", "float32"), ("opt", "llama", "gemma2")
 CYCLES = 1_500_000  # 0.8 ms of a GPU
 
 
 @pytest.mark.parametrize(
     "variant, dtype, placement",
     [
-        *((variant, "float16", placement) for variant in ("opt", "llama", "gemma2") for placement in PLACEMENTS),
-        *((variant, dtype, "resident") for variant in ("mixtral", "bloom") for dtype in DTYPES),
-        *((variant, dtype, "thirds") for variant in ("opt", "llama", "gemma2") for dtype in DTYPES[1:]),
+        *((variant, "float16", placement) for variant in VARIANTS for placement in ("resident", "thirds")),
+        *((variant, "float16", placement) for variant in FEW for placement in ("host", "host attends", "disk")),
+        *((variant, dtype, "resident") for variant in ("mixtral", "bloom") for dtype in DTYPES[1:]),
+        *((variant, dtype, "thirds") for variant in FEW for dtype in DTYPES[1:]),
     ],
 )
 def test_scores_equal_transformers(tiny, tmp_path, variant, dtype, placement):

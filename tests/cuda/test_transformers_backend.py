@@ -1,14 +1,11 @@
 """Models that run by the modules of `transformers`, on the CUDA device in host memory."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from flexgen_helm import GenerationRequest
 from tests.cuda.counts import check, counted
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import PLACEMENTS, assert_close, requests, run
@@ -43,16 +40,3 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     counts.waits = [line for line in counts.waits if line not in routed]
     check(counts)
     assert_close(model, results, torch.float16)
-
-
-# Of a decode layer like Llama's, which by its record takes 24. Its norms by single operations would be fourteen more.
-LAUNCHES = 27
-
-
-def test_launches_of_a_decode_step(tmp_path):
-    saved("SeedOssForCausalLM", tmp_path / "model")
-    asked = [GenerationRequest(prompt_token_ids=[3 + i, *range(4, 33)], max_tokens=6) for i in range(5)]
-    with cuda_in_host_memory() as device, counted(device) as counts:
-        run(tmp_path / "model", asked, torch.float16, precision="fp16")
-    check(counts)
-    assert min(counts.layers) == LAUNCHES

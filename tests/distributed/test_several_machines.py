@@ -215,7 +215,7 @@ def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(ray_installed,
 def _a_worker(head: psutil.Process) -> psutil.Process | None:
     for process in head.children(recursive=True):
         with suppress(psutil.Error):
-            if "ray::Worker" in " ".join(process.cmdline()):
+            if "MapBatches(Worker)" in " ".join(process.cmdline()):
                 return process
     return None
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.distributed import engine
+from flexgen_helm.distributed.board import Board, Unit
 from flexgen_helm.distributed.engine import MAX_ATTEMPTS, ClusterRun
-from flexgen_helm.distributed.worker import Failure, UnitRecord, WorkerIdentity
+from flexgen_helm.distributed.worker import Failure, UnitRecord
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 
-IDENTITY = WorkerIdentity("host", 1, "0", None, "print", "cpu", "float32", 1.0)
 RESULT = GenerationResult((), [], None, Cost())
+LOST = Failure("killed", is_lost=True)
 
 
 def requests_of(number: int) -> list[GenerationRequest]:
@@ -23,120 +25,118 @@ def requests_of(number: int) -> list[GenerationRequest]:
 
 
 class Simulation:
-    """poison: requests that end their worker, or fail its unit. Of the workers, hung ones answer nothing."""
+    """What a run knows of `RayWorkers`. poison: requests that end their worker, or fail its unit."""
 
-    def __init__(self, number: int, workers: list[str], seed: int, poison: frozenset[int] = frozenset(), how: str = ""):
-        self.answers: Counter[int] = Counter()
-        self.run = ClusterRun(requests_of(number), lambda index, result: self.answers.update([index]))
-        self.alive = list(workers)
-        for name in workers:
-            self.run.join(name, IDENTITY)
-        self.poison, self.how = poison, how
+    def __init__(self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()):
+        self.is_alone, self.num_expected = num_workers == 1, num_workers
+        self.poison, self.waiting = poison, dict[int, Unit]()
+        self.sizes: list[int] = []
+        self.answers = Counter[int]()
         self.draw = np.random.default_rng(seed)
-        self.todo: dict[str, list[int]] = {}  # places in the unit that are not answered yet
-        self.num_lost = 0
+        self.run = ClusterRun(
+            requests_of(number),
+            self,  # type: ignore[arg-type]
+            lambda index, result: self.answers.update([index]),
+        )
 
-    def step(self, event: str, restarts: bool) -> None:
-        run = self.run
-        for name in self.alive:
-            if name not in run.running and run.next_unit(name, len(self.alive)):
-                self.todo[name] = list(self.draw.permutation(len(run.running[name].requests)))
-        if not run.running:
-            return
-        name = str(self.draw.choice(sorted(run.running)))
-        if event == "die":
-            self.lose(name, restarts)
-        elif event == "fail":
-            run.end_unit(name, Failure("memory ran out"))
-        else:
-            while todo := self.todo[name]:
-                index = todo.pop()
-                if run.running[name].requests[index] in self.poison:
-                    return self.lose(name, True) if self.how == "kill" else run.end_unit(name, Failure("poison"))
-                run.receive(name, index, RESULT)
-                if event == "answer":
-                    return None
-            run.end_unit(name, UnitRecord({}))
+    def submit(self, units: Mapping[int, Unit]) -> None:
+        assert not self.waiting.keys() & units.keys()
+        self.waiting |= units
+        self.sizes += map(len, units.values())
 
-    def lose(self, name: str, restarts: bool) -> None:
-        self.alive.remove(name)
-        self.num_lost += 1
-        self.run.end_unit(name, Failure("killed", is_lost=True))
-        if restarts:
-            self.alive.append(f"{name}'")
-            self.run.join(f"{name}'", IDENTITY)
+    def forget(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self.waiting.pop(unit, None)
+
+    def step(self, end: UnitRecord | Failure) -> None:
+        """Compute a unit; one that fails has answered some of its requests."""
+        number = int(self.draw.choice(list(self.waiting)))
+        indexes = self.draw.permutation(list(self.waiting.pop(number)))
+        most = len(indexes) if isinstance(end, UnitRecord) else self.draw.integers(len(indexes) + 1)
+        for index in indexes[:most].tolist():
+            if index in self.poison:
+                end = LOST if index % 2 else Failure("poison")
+                break
+            self.run.receive(f"w{number}", number, index, RESULT)
+        self.run.receive(f"w{number}", number, type(end), end)
 
     def finish(self) -> None:
-        for _ in range(100_000):
-            if self.run.is_over or not self.alive:
-                return
-            self.step("finish", False)
-        raise AssertionError("it does not end")
+        while self.run.units:
+            assert self.run.units.keys() == self.waiting.keys()
+            self.step(UnitRecord({}))
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 400), st.integers(1, 4), st.integers(0, 1 << 16),
-    st.lists(st.tuples(st.sampled_from(["answer", "finish", "die", "fail"]), st.booleans()), max_size=40),
+    st.lists(st.sampled_from([UnitRecord({}), LOST, Failure("memory ran out")]), max_size=40),
 )  # fmt: skip
 def test_every_request_is_answered_once_whatever_dies_when(number, num_workers, seed, events):
-    simulation = Simulation(number, [f"w{i}" for i in range(num_workers)], seed)
-    for event, restarts in events:
-        simulation.step(event, restarts)
+    simulation = Simulation(number, num_workers, seed)
+    for event in events:
+        if simulation.run.units:
+            simulation.step(event)
     simulation.finish()
     answered, failures = set(simulation.answers), set(simulation.run.failures)
     assert set(simulation.answers.values()) <= {1} and not answered & failures
-    if simulation.alive:
-        assert answered | failures == set(range(number))
-    if simulation.num_lost + sum(event == "fail" for event, _ in events) < MAX_ATTEMPTS:
+    assert answered | failures == set(range(number))
+    if sum(isinstance(event, Failure) for event in events) < MAX_ATTEMPTS:
         assert not failures  # else a request may have been where three units failed
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 300), st.sets(st.integers(0, 299), max_size=3), st.sampled_from(["kill", "break"]), st.integers(1, 4)
-)
-def test_requests_that_bring_every_worker_down_take_few_others_with_them(number, poison, how, num_workers):
+@given(st.integers(1, 300), st.sets(st.integers(0, 299), max_size=3), st.integers(1, 4))
+def test_requests_that_bring_every_worker_down_take_few_others_with_them(number, poison, workers):
     poison = {index for index in poison if index < number}
-    simulation = Simulation(number, [f"w{i}" for i in range(num_workers)], 0, frozenset(poison), how)
+    simulation = Simulation(number, workers, 0, frozenset(poison))
+    first = max(simulation.sizes)
     simulation.finish()
     failures = set(simulation.run.failures)
     assert poison <= failures and set(simulation.answers) == set(range(number)) - failures
-    assert len(failures) <= 16 * len(poison)  # units of at most 256 requests, then 64, then 16
+    assert len(failures) <= max(1, first // 16) * len(poison)  # a quarter of a quarter
 
 
-def test_the_retry_of_what_one_machine_cannot_is_elsewhere():
-    """The small machine fails with its unit and is idle first: it waits for the large one, which is busy."""
-    run = ClusterRun(requests_of(64))
-    run.join("small", IDENTITY), run.join("large", IDENTITY)
-    assert run.next_unit("small", 2) and run.next_unit("large", 2)
-    run.end_unit("small", Failure("memory ran out"))
-    while run.next_unit("small", 2):
-        run.end_unit("small", UnitRecord({}))  # what is fresh; its answers are missing
-    assert run.next_unit("small", 2) == () and not run.is_over
-    run.end_unit("large", Failure("it hangs", is_lost=True))
-    assert run.next_unit("small", 2)  # nobody else is left
+def test_units_are_neighbours_and_even():
+    simulation = Simulation(1000, 8, 0)
+    expected = sorted(request.prompt_token_ids or () for request in requests_of(1000))
+    units = simulation.waiting.values()
+    assert [request.prompt_token_ids for unit in units for request in unit.values()] == expected
+    assert simulation.sizes == [32] * 31 + [8]
+    assert Simulation(40, 8, 0).sizes == [16, 16, 8]
+    assert Simulation(1000, 1, 0).sizes == [1000]  # nobody to share with
 
 
-@pytest.mark.parametrize(
-    "rate, policy, num_workers, expected",
-    [
-        (None, None, 1, 256),  # the first unit of a worker alone
-        (None, None, 8, 62),  # half of its share
-        (0.1, None, 1, 30),  # five minutes at most
-        (0.001, None, 1, 16),
-        (10.0, {"gpu_batch_size": 100, "num_gpu_batches": 2}, 8, 200),  # a block of a plan that streams weights
-    ],
-)
-def test_size_of_a_unit(monkeypatch, rate, policy, num_workers, expected):
-    run = ClusterRun(requests_of(1000))
-    run.join("a", IDENTITY)
-    worker = run.workers["a"]
-    if rate:
-        unit = engine.Unit(range(100))
-        monkeypatch.setattr(engine.time, "monotonic", lambda: unit.began + 100 / rate)
-        worker.end_unit(unit, UnitRecord({"policy": policy}))
-    unit_requests = run.next_unit("a", num_workers)
-    assert len(unit_requests) == expected
-    prompts = [request.prompt_token_ids for request in unit_requests]
-    assert prompts == sorted(request.prompt_token_ids or () for request in requests_of(1000))[:expected]
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_is_given_up_says_why(is_lost):
+    simulation = Simulation(1, 1, 0)
+    for _ in range(MAX_ATTEMPTS):
+        (number,) = simulation.waiting
+        failure = Failure("it burns", is_lost=is_lost)
+        simulation.run.receive("w", number, Failure, failure)
+    why = "worker w is lost: it burns" if is_lost else "it burns"
+    assert simulation.run.failures == {0: why} and not simulation.waiting
+
+
+def test_what_hangs_or_begins_again_is_lost():
+    """A worker that says nothing, one that died, and a unit that nobody begins."""
+
+    async def hear() -> None:
+        board = Board(silence_s=0.2)
+
+        async def lost() -> list[tuple[str, int | None]]:
+            return [(name, unit) for name, unit, told in await board.news(0.0) if Failure in told]
+
+        await board.submit({number: {number: requests_of(4)[number]} for number in range(4)})
+        assert [await board.next_unit() for _ in range(4)] == [*range(4)]
+        for number, name in enumerate(("hangs", "dies", "lives")):
+            assert list(await board.begin(number, name)) == [number]
+        assert await board.begin(1, "again") == {} and await lost() == [("dies", 1)]
+        await board.forget([1])
+        assert not await board.tell("dies", 1, {})
+        await asyncio.sleep(0.3)
+        assert await board.tell("lives", 2, {})
+        assert await lost() == [("hangs", 0)]
+        await asyncio.sleep(0.3)
+        assert await lost() == [("hangs", 0), ("lives", 2), ("", 3)]  # nobody is heard
+
+    asyncio.run(hear())

@@ -1,7 +1,5 @@
 """Chats and thinking through a real engine."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What users meet: documented results at the edges, and bad input that fails alone, clearly and at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -43,18 +41,15 @@ def test_any_librarys_integers_are_a_prompt(engine, kind, ids):
     assert found.prompt_token_ids == tuple(ids) and found.completions == expected.completions
 
 
+def ask(ids, new=0, **options):
+    return GenerationRequest(prompt_token_ids=ids, max_tokens=new, **options)
+
+
 def test_edges_have_documented_results(engine):
-    prompt = [7, 8, 9]
-    nothing, score, one, last, empty, explicit = engine.run(
-        [
-            GenerationRequest(prompt_token_ids=prompt, max_tokens=0),
-            GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True, n=2),
-            GenerationRequest(prompt_token_ids=prompt[:1], max_tokens=0, echo_logprobs=True),
-            GenerationRequest(prompt_token_ids=[3] * 97, max_tokens=0, echo_logprobs=True),
-            GenerationRequest(prompt="", max_tokens=5, echo_logprobs=True),
-            GenerationRequest(prompt_token_ids=[0], max_tokens=5),
-        ]
-    )
+    scored = {"echo_logprobs": True}
+    empty = GenerationRequest(prompt="", max_tokens=5, **scored)
+    asked = [ask([7, 8, 9]), ask([7, 8, 9], n=2, **scored), ask([7], **scored), ask([3] * 97, **scored), empty]
+    nothing, score, one, last, empty, explicit = engine.run([*asked, ask([0], 5)])
     assert [c.finish_reason for c in nothing.completions] == ["length"] and nothing.completions[0].text == ""
     assert nothing.prompt_logprobs is None and nothing.prompt_token_ids == (7, 8, 9)
     assert len(score.completions) == 2 and len(score.prompt_logprobs) == 3
@@ -86,7 +81,7 @@ def test_eos_and_stop_strings_end_a_completion_and_are_not_part_of_it(tiny, monk
 def test_results_are_reported_as_they_finish(engine):
     seen = {}
     progress = []
-    requests = [GenerationRequest(prompt_token_ids=[5 + i], max_tokens=1 + 3 * i) for i in range(6)]
+    requests = [ask([5 + i], 1 + 3 * i) for i in range(6)]
     results = engine.run(requests, on_result=seen.__setitem__, progress=progress.append)
     assert list(seen) == sorted(seen, key=lambda index: requests[index].max_tokens)
     assert [seen[index] for index in range(6)] == results
@@ -98,7 +93,7 @@ def test_results_are_reported_as_they_finish(engine):
 def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatch, schedule, new):
     """A pass through streamed weights may be the whole run, so what it computes is not done when it begins."""
     monkeypatch.setattr("flexgen_helm.engine.run._REPORT_EVERY_S", 0.0)
-    asked = [GenerationRequest(prompt_token_ids=[3 + i] * 9, max_tokens=new, ignore_eos=True) for i in range(6)]
+    asked = [ask([3 + i] * 9, new, ignore_eos=True) for i in range(6)]
     seen = []
     with Engine.from_pretrained(tiny("llama").path, schedule=schedule) as engine:
         engine.run(asked, progress=seen.append)
@@ -111,7 +106,7 @@ def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatc
 
 def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
     seen = {}
-    requests = [GenerationRequest(prompt_token_ids=[5 + i], max_tokens=2 + 5 * i, ignore_eos=True) for i in range(6)]
+    requests = [ask([5 + i], 2 + 5 * i, ignore_eos=True) for i in range(6)]
     with pytest.raises(Interrupted):
         engine.run(requests, on_result=seen.__setitem__, should_stop=lambda: len(seen) == 3)
     assert set(seen) == {0, 1, 2}
@@ -121,8 +116,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
 
 
 def test_equal_requests_are_computed_once(engine):
-    requests = [GenerationRequest(prompt_token_ids=[4, 5, 6, 7], max_tokens=5)] * 9
-    results = engine.run(requests)
+    results = engine.run([ask([4, 5, 6, 7], 5)] * 9)
     assert len({result.completions for result in results}) == 1
     workload = engine.last_run["workload"]
     assert (workload["num_requests"], workload["num_unique"]) == (9, 1)
@@ -130,7 +124,7 @@ def test_equal_requests_are_computed_once(engine):
 
 
 def test_the_run_record_adds_up(engine, monkeypatch):
-    requests = [GenerationRequest(prompt_token_ids=[4] * (3 + i), max_tokens=i, ignore_eos=True) for i in range(5)]
+    requests = [ask([4] * (3 + i), i, ignore_eos=True) for i in range(5)]
     results = engine.run(requests)
     record = engine.last_run
     json.dumps(record, allow_nan=False)
@@ -149,7 +143,7 @@ def test_the_run_record_adds_up(engine, monkeypatch):
 
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
     """A row that turns non-finite while decoding shares its slot group; the freed slot must not poison the mover."""
-    requests = [GenerationRequest(prompt_token_ids=[9, 10 + i, 20], max_tokens=12, ignore_eos=True) for i in range(5)]
+    requests = [ask([9, 10 + i, 20], 12, ignore_eos=True) for i in range(5)]
     calls = []
 
     def poisoned(compute, number, batches):
@@ -215,8 +209,7 @@ def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, var
     enough = int(re.findall(r"\(([\d,]+) bytes\)", str(refused.value))[-1].replace(",", ""))
     with Engine.from_pretrained(path, precision=precision, limits=MemoryLimits(cpu=enough)) as engine:
         length = min(511, engine.config.max_positions - 1)
-        requests = [GenerationRequest(prompt_token_ids=[5] * size, max_tokens=1) for size in (1, length)]
-        assert [result.error for result in engine.run(requests)] == [None, None]
+        assert [result.error for result in engine.run([ask([5], 1), ask([5] * length, 1)])] == [None, None]
         assert engine.ledger.peak <= enough
 
 
@@ -226,12 +219,7 @@ def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
         copies, per_token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4, disk=0)) as engine:
         claim = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
-        small, large = engine.run(
-            [
-                GenerationRequest(prompt_token_ids=[5] * 5, max_tokens=10),
-                GenerationRequest(prompt_token_ids=[5] * 50, max_tokens=10),
-            ]
-        )
+        small, large = engine.run([ask([5] * 5, 10), ask([5] * 50, 10)])
         engine.ledger.release(claim)
     assert small.error is None and "59 tokens" in str(large.error)
 
@@ -239,40 +227,7 @@ def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
 def test_without_tokenizer_files_token_ids_work(tmp_path):
     model = build_tiny(tmp_path, "opt", tokenizer=False)
     with Engine.from_pretrained(model.path) as engine:
-        ids, text, stop = engine.run(
-            [
-                GenerationRequest(prompt_token_ids=[5, 6], max_tokens=4),
-                GenerationRequest(prompt="hello"),
-                GenerationRequest(prompt_token_ids=[5], stop=["x"]),
-            ]
-        )
+        asked = [ask([5, 6], 4), GenerationRequest(prompt="hello"), ask([5], 1, stop=["x"])]
+        ids, text, stop = engine.run(asked)
     assert len(ids.completions[0].token_ids) == 4 and ids.completions[0].text == ""
     assert "no tokenizer" in str(text.error) and "no tokenizer" in str(stop.error)
-
-
-@pytest.mark.slow
-def test_dummy_weights_run_and_differ_by_seed():
-    request = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True)
-    found = []
-    for seed in (0, 0, 1):
-        with Engine.from_pretrained("opt-125m", weights="dummy", seed=seed) as engine:
-            result = engine.run([request])[0]
-            assert result.error is None
-            found.append((engine.fingerprint, result.completions[0]))
-    assert found[0] == found[1] and found[0][0] != found[2][0]
-    assert found[0][1].token_ids != found[2][1].token_ids
-
-
-@pytest.mark.parametrize("options", [{}, {"device": "sim", "limits": MemoryLimits(gpu=64 << 20)}])
-def test_rows_of_one_length_decode_in_one_group_and_answer_as_alone(tiny, options):
-    requests = [
-        GenerationRequest(prompt_token_ids=[5 + i, *range(9, 49 + i % 2)], max_tokens=3 + i % 4, ignore_eos=True)
-        for i in range(80)
-    ]
-    with Engine.from_pretrained(tiny("llama").path, **options) as engine:
-        together = engine.run(requests)
-        assert max(result.cost.batch_size for result in together) == 80
-        for request, result in zip(requests[::9], together[::9]):
-            (alone,) = engine.run([request])
-            assert result.completions[0].token_ids == alone.completions[0].token_ids
-            assert result.completions[0].logprobs == pytest.approx(alone.completions[0].logprobs, abs=1e-4)

@@ -1,6 +1,4 @@
-"""On a CUDA device: the same answers as `transformers`, within the tolerances of 16-bit compute. `make gpu-check`."""
-
-from __future__ import annotations
+"""On a CUDA device: no kernel is wrong, and packed scores are those of the processor. `make gpu-check`."""
 
 import json
 
@@ -13,23 +11,11 @@ from flexgen_helm.hardware.process_state import switched_off
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.blocks import EVERY_FORMAT
-from tests.helpers.parity import differences, prompts
-from tests.helpers.tiny_models import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"),
 ]
-# Log-probabilities in 16-bit compute: each within 5e-2, on the mean within 5e-3.
-WORST, MEAN = 5e-2, 5e-3
-# Kinds of model that lose more in 16 bits, in `transformers` too (`assert_close` of tests/cuda): held to a mean.
-COSTLY, COSTLY_MEAN = ("gemma3", "gemma3-with-images", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"), 2e-2
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("schedule", ["row", "zigzag"])
-def test_scores_equal_transformers(tiny, variant, schedule):
-    check(tiny(variant), variant, schedule=schedule)
 
 
 @pytest.mark.parametrize("precision", ["4bit", "8bit", "paper-4bit"])
@@ -70,20 +56,5 @@ def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, pre
             scored.append([x for result in results for x in result.prompt_logprobs[1:]])
             assert engine.ledger.by_kind().keys() == {"weights"}
     # FlexGen's own format packs all keys but the newest: packing moves scores by 0.03 to 0.54, and flips by a tenth.
-    bound = 1e-1 if precision == "paper-4bit" else COSTLY_MEAN
+    bound = 1e-1 if precision == "paper-4bit" else 2e-2
     assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < bound
-
-
-def check(model, variant, **settings):
-    requests = [
-        GenerationRequest(
-            prompt_token_ids=[1, *ids], max_tokens=6, echo_logprobs=True, n=1 + 2 * (i % 2), ignore_eos=True
-        )
-        for i, ids in enumerate(prompts(17, 69))
-    ]
-    with Engine.from_pretrained(model.path, device="cuda", **settings) as engine:
-        results = engine.run(requests)
-        engine.ledger.check()
-    found = [x for r, result in zip(requests, results) for x in differences(model.logprobs, r.prompt_token_ids, result)]
-    mean = sum(found) / len(found)
-    assert mean < COSTLY_MEAN if variant in COSTLY else max(found) < WORST and mean < MEAN

@@ -1,7 +1,5 @@
 """A run that goes on behind the tokens of an interrupted one gives the same answers, without drawing them again."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -13,17 +11,18 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.kernels.attention import can_attend
 from flexgen_helm.request import DrawnToken, ThinkingFormat
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VOCABULARY, build_tiny
 
 MIB = 1 << 20
 KINDS = [("llama", "fp16"), ("gemma2", "fp16"), ("opt-350m", "fp16"), ("mixtral", "fp16"), ("llama", "4bit")]
 
 
-def asked_of(draw: random.Random) -> list[GenerationRequest]:
+def asked_of(draw):
     """Requests of every kind, some of which share a beginning."""
     stem = [draw.randrange(3, VOCABULARY) for _ in range(30)]
 
-    def ids() -> list[int]:
+    def ids():
         return stem[: draw.choice([0, 12, 30])] + [draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(1, 9))]
 
     thinking = ThinkingFormat(True, 3, (5, 6))
@@ -41,19 +40,19 @@ def asked_of(draw: random.Random) -> list[GenerationRequest]:
 class Kept:
     """Takes the tokens of a run, and stops it after so many."""
 
-    def __init__(self, most: int) -> None:
-        self.tokens: dict[tuple[int, int], list[DrawnToken]] = defaultdict(list)
+    def __init__(self, most):
+        self.tokens = defaultdict(list)
         self.num_drawn, self._most = 0, most
 
-    def on_drawn(self, index: int, completion: int, step: int, drawn: DrawnToken) -> None:
+    def on_drawn(self, index, completion, step, drawn):
         assert step == len(self.tokens[index, completion])
         self.tokens[index, completion].append(drawn)
         self.num_drawn += 1
 
-    def should_stop(self) -> bool:
+    def should_stop(self):
         return self.num_drawn >= self._most
 
-    def of(self, index: int, lost: random.Random) -> list[list[DrawnToken]]:
+    def of(self, index, lost):
         """What is kept of a request; the newest tokens of a completion may not have been written."""
         found = [self.tokens[index, completion] for completion in range(3)]
         return [tokens[: len(tokens) - lost.choice([0, 0, 1, 2])] for tokens in found]
@@ -104,7 +103,7 @@ def values(result):
 def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precision):
     model = build_tiny(tmp_path / "model", kind).path
     num_stopped = 0
-    for seed in range(4):
+    for seed in range(share_of(4, 2)):
         draw = random.Random(f"{kind} {seed}")
         options = {"batch_invariant": True, "precision": precision, "offload_dir": tmp_path}
         options["policy"] = draw.choice([None, "2x2,0,50,0,50,0,100"])
@@ -112,14 +111,7 @@ def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precisi
         assert [*map(values, found)] == [*map(values, whole)]
         assert drawn == left - kept  # nothing is drawn twice
         num_stopped += kept > 0
-    assert num_stopped > 1
-
-
-def test_without_the_option_scores_are_within_tolerance(tmp_path):
-    model, draw = build_tiny(tmp_path / "model", "llama").path, random.Random(1)
-    whole, found, _ = interrupted(model, draw, offload_dir=tmp_path, policy=None)
-    for result, expected in zip(map(values, found), map(values, whole)):
-        assert result[0] == expected[0] and result[1] == pytest.approx(expected[1], abs=1e-4)
+    assert num_stopped
 
 
 def test_a_token_that_is_none_fails_its_request_alone(tmp_path):

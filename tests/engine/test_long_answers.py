@@ -1,9 +1,6 @@
 """Long answers that end early: more of them at once than could reach their `max_tokens`, and the same answers."""
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def requests(count: int = 24, **options) -> list[GenerationRequest]:
+def requests(count=24, **options):
     """Prompts of 4 to 32 tokens; a third of them share a beginning."""
     prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i % 29)] for i in range(count)]
     prompts[::3] = [list(range(5, 30)) + prompt for prompt in prompts[::3]]
@@ -36,21 +33,21 @@ def requests(count: int = 24, **options) -> list[GenerationRequest]:
     ]
 
 
-def answers(engine: Engine, asked: list[GenerationRequest], **options) -> list[list[tuple[int, ...]]]:
+def answers(engine, asked, **options):
     results = engine.run(asked, **options)
     assert all(result.error is None for result in results)
     return [[completion.token_ids for completion in result.completions] for result in results]
 
 
 @cache
-def ample(model: Path, **options) -> list[list[tuple[int, ...]]]:
+def ample(model, **options):
     """Answers of `requests()` with ample memory; the first of them are those of fewer requests."""
     with Engine.from_pretrained(model, **options) as engine:
         return answers(engine, requests())
 
 
 @cache
-def limits_for(model: Path, precision: str, sequences: float, **options) -> dict[str, int]:
+def limits_for(model, precision, sequences, **options):
     """Bytes of the compute tier with room for the weights and the longest answers of so many sequences."""
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
         weights = engine.ledger.in_use

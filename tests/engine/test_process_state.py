@@ -1,7 +1,5 @@
 """An engine computes the same whatever a program has set of PyTorch's process state, or refuses by name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a layer takes besides its products is measured by a layer: what is slow there is found, and products are not."""
 
-from __future__ import annotations
-
 import math
 import time
 
@@ -10,7 +8,6 @@ import torch
 from flexgen_helm.engine import profiler
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.offload import linear
-
 
 HOST = torch.device("cpu")
 
@@ -35,7 +32,7 @@ def test_norms_and_rotations_count_and_products_do_not(monkeypatch):
         assert profiler._layer(HOST, torch.float32)[0] < 0.03, "seven products take 0.07 s more"
     rotate = layer_rows.rotate
 
-    def slow(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def slow(x, cos, sin):
         time.sleep(0.03 if len(x) > 1 else 0.0)
         return rotate(x, cos, sin)
 

@@ -1,7 +1,5 @@
 """A model proves itself when it is opened: a small one of its kind equals `transformers`, or it is refused by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Engine.score` equals `transformers` in float32, with pairs encoded as lm-evaluation-harness does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The most probable tokens at each place equal those of `transformers` in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

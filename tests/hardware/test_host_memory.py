@@ -1,7 +1,5 @@
 """Freed memory that glibc keeps goes back to the system when it would break the promise."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -16,12 +14,12 @@ MIB = 1 << 20
 class Process:
     """Resident bytes of which `gaps` can be returned."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.used, self.gaps, self.returned = 500 * MIB, 0, 0
         monkeypatch.setattr(host_memory, "resident_bytes", lambda: self.used + self.gaps)
         monkeypatch.setattr(host_memory, "return_freed_memory", self.give_back)
 
-    def give_back(self) -> None:
+    def give_back(self):
         self.gaps, self.returned = 0, self.returned + 1
 
 

@@ -5,8 +5,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import Curve, HardwareProfile, load_profile, shipped_profiles
@@ -17,14 +15,6 @@ def test_a_curve_goes_through_its_points_and_is_flat_beyond_them():
     assert [curve.at(size) for size in (0.5, 1, 4, 64, 1e9)] == pytest.approx([10, 10, 40, 20, 20])
     assert curve.at(2) == pytest.approx(20)  # straight in logarithms
     assert curve.best == 40
-
-
-@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1e-3, 1e15)), min_size=1, max_size=6, unique_by=lambda p: p[0]),
-       st.floats(0.1, 1e7))  # fmt: skip
-def test_a_curve_stays_between_its_rates(points, size):
-    curve = Curve(tuple(sorted(points)))
-    rates = [rate for _, rate in points]
-    assert min(rates) * (1 - 1e-9) <= curve.at(size) <= max(rates) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("points", [(), ((4, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 0),), ((1, math.inf),)])
@@ -39,11 +29,6 @@ def test_shipped_machines_survive_a_round_trip_and_say_where_their_figures_come_
     assert profile.name == name and profile.sources
     restored = HardwareProfile.from_json(json.loads(json.dumps(profile.to_json(), allow_nan=False)))
     assert restored == profile
-
-
-def test_the_machines_of_the_interface_ship():
-    assert {"t4", "rtx3090", "a100", "h100", "h200", "laptop"} <= set(shipped_profiles())
-    assert load_profile("laptop").gpu is None
 
 
 # What the data sheets allow at most: (bytes a second of memory, 16-bit operations a second, of the link).

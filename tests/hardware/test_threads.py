@@ -1,7 +1,5 @@
 """Threads follow the cores that other programs leave free; the user's own choice wins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,10 +27,10 @@ def four_cores(monkeypatch):
 class Machine:
     """Counters that advance a second a reading; `busy` and `ours` are cores in use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.busy = self.ours = self.at = self.all_s = self.own_s = 0.0
 
-    def __call__(self) -> CpuTimes:
+    def __call__(self):
         self.at, self.all_s = self.at + 1, self.all_s + self.busy + self.ours
         self.own_s += self.ours
         return CpuTimes(self.at, self.all_s, self.own_s)

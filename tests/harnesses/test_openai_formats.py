@@ -1,11 +1,10 @@
 """OpenAI's bodies, against bodies written by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from flexgen_helm.errors import ContextLengthError, NumericalError, RequestError
 from flexgen_helm.harnesses.openai_formats import (
@@ -23,6 +22,7 @@ from flexgen_helm.service.service import KeyedRequest
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import add_template
+from tests.helpers.paths import ROOT
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the quick"}]
@@ -35,44 +35,40 @@ def tokenizer(tiny, tmp_path_factory):
 
 
 def requests(tokenizer, url, body, unseeded="x"):
-    chat = ChatFormat(tokenizer, False, "", ChatOptions())
-    encoded = to_requests(parse_body(url, body), PromptEncoder(tokenizer), chat, 96, unseeded)
+    encoded = to_requests(
+        parse_body(url, body), PromptEncoder(tokenizer), ChatFormat(tokenizer, False, "", ChatOptions()), 96, unseeded
+    )
     return [prompt.request.request for prompt in encoded]
+
+
+def ids_of(tokenizer, url, **body):
+    return [request.prompt_token_ids for request in requests(tokenizer, url, body)]
 
 
 def test_a_body_becomes_requests(tokenizer):
     quick, fox = (tuple(tokenizer.encode(text)) for text in ("the quick", "fox"))
-    body = dict(
-        model="m", prompt="the quick", max_tokens=4, temperature=0.5, top_p=0.9, n=2, seed=-3, stop=".", echo=True,
-        logprobs=0, user="me", stream=False, suffix=None, best_of=2, logit_bias={}, frequency_penalty=0.0,
-    )  # fmt: skip
-    assert requests(tokenizer, TEXT, body) == [
-        GenerationRequest(
-            prompt_token_ids=quick, max_tokens=4, temperature=0.5, top_p=0.9, n=2, seed=-3, stop=(".",),
-            echo_logprobs=True,
-        )
-    ]  # fmt: skip
-    greedy = dict(temperature=0)
-    assert requests(tokenizer, TEXT, {"prompt": [5, 6], **greedy}) == [GenerationRequest(prompt_token_ids=(5, 6))]
-    assert [r.prompt_token_ids for r in requests(tokenizer, TEXT, {"prompt": ["the quick", "fox"]})] == [quick, fox]
-    assert [r.prompt_token_ids for r in requests(tokenizer, TEXT, {"prompt": [[5], [6, 7]]})] == [(5,), (6, 7)]
-    assert requests(tokenizer, TEXT, {"prompt": "fox", "echo": True})[0].echo_logprobs is False
-    stops = tuple("abcdefg")  # lm-evaluation-harness sends all that a task has, and EOS
-    assert requests(tokenizer, TEXT, {"prompt": "fox", "stop": [*stops]})[0].stop == stops
-    (chat,) = requests(tokenizer, CHAT, {"messages": MESSAGES, "max_completion_tokens": 3, **greedy})
+    kept = dict(max_tokens=4, temperature=0.5, top_p=0.9, n=2, seed=-3)
+    ignored = dict(model="m", user="me", stream=False, suffix=None, best_of=2, logit_bias={}, frequency_penalty=0.0)
+    body = {"prompt": "the quick", "stop": ".", "echo": True, "logprobs": 0, **kept, **ignored}
+    expected = GenerationRequest(prompt_token_ids=quick, stop=(".",), echo_logprobs=True, **kept)
+    assert requests(tokenizer, TEXT, body) == [expected]
+    greedy = requests(tokenizer, TEXT, {"prompt": [5, 6], "temperature": 0})
+    assert greedy == [GenerationRequest(prompt_token_ids=(5, 6))]
+    assert ids_of(tokenizer, TEXT, prompt=["the quick", "fox"]) == [quick, fox]
+    assert ids_of(tokenizer, TEXT, prompt=[[5], [6, 7]]) == [(5,), (6, 7)]
+    stops = "abcdefg"  # lm-evaluation-harness sends all that a task has, and EOS
+    (plain,) = requests(tokenizer, TEXT, {"prompt": "fox", "echo": True, "stop": [*stops]})
+    assert (plain.echo_logprobs, plain.stop) == (False, tuple(stops))
     rendered = tuple(tokenizer.encode("[user] the quick\n[assistant] "))
-    assert chat.prompt_token_ids == rendered and chat.max_tokens == 3
+    (chat,) = requests(tokenizer, CHAT, {"messages": MESSAGES, "max_completion_tokens": 3, "temperature": 0})
+    assert (chat.prompt_token_ids, chat.max_tokens) == (rendered, 3)
     (open_end,) = requests(tokenizer, CHAT, {"messages": MESSAGES})
-    assert open_end.max_tokens == 96 - len(rendered) and open_end.temperature == 1.0
+    assert (open_end.max_tokens, open_end.temperature) == (96 - len(rendered), 1.0)
 
 
-def test_draws_depend_on_the_seed_or_on_the_line():
-    class Ids:
-        tokenizer = type("T", (), {"decode": staticmethod(lambda ids: "")})
-
+def test_draws_depend_on_the_seed_or_on_the_line(tokenizer):
     def seeds(unseeded, **body):
-        asked = parse_body(TEXT, {"prompt": [[5], [5]], **body})
-        return [prompt.request.request.seed for prompt in to_requests(asked, Ids, None, 96, unseeded)]
+        return [request.seed for request in requests(tokenizer, TEXT, {"prompt": [[5], [5]], **body}, unseeded)]
 
     assert seeds("a") == seeds("a") and len({*seeds("a"), *seeds("b")}) == 4
     assert seeds("a", seed=-1) == seeds("a") != seeds("a", seed=-2)
@@ -108,52 +104,40 @@ def body_of(url, result=RESULT, prompts=1, ids=(5, 6), tokenizer=None, **fields)
     return to_body(asked, [prompt] * prompts, [result] * prompts, tokenizer, {"id": "1", "created": 9, "model": "m"})
 
 
+def choice(index, text, logprobs=None):
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "stop"}
+
+
 def test_results_become_the_body_of_a_completion():
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     head = {"id": "cmpl-1", "object": "text_completion", "created": 9, "model": "m"}
-    plain = [
-        {"index": 0, "text": " fox.", "logprobs": None, "finish_reason": "stop"},
-        {"index": 1, "text": "", "logprobs": None, "finish_reason": "stop"},
-    ]
-    assert body_of(TEXT, n=2) == {**head, "choices": plain, "usage": usage}
+    assert body_of(TEXT, n=2) == {**head, "choices": [choice(0, " fox."), choice(1, "")], "usage": usage}
     twice = body_of(TEXT, prompts=2, n=2)
     assert [choice["index"] for choice in twice["choices"]] == [0, 1, 2, 3] and twice["usage"]["total_tokens"] == 14
-    echoed = body_of(TEXT, n=2, echo=True, logprobs=0)["choices"][0]
-    assert echoed == {
-        "index": 0,
-        "text": "the quick fox.",
-        "logprobs": {
-            "tokens": ["the", " quick", " fox", "."],
-            "token_logprobs": [-1.0, -2.0, -0.5, -0.25],  # the first has BOS before it
-            "top_logprobs": [{"the": -1.0}, {" quick": -2.0}, {" fox": -0.5}, {".": -0.25}],
-            "text_offset": [0, 3, 9, 13],
-        },
-        "finish_reason": "stop",
-    }
+    scores = [-1.0, -2.0, -0.5, -0.25]  # the first has BOS before it
+    words = ["the", " quick", " fox", "."]
+    tops = [{word: score} for word, score in zip(words, scores)]
+    logprobs = {"tokens": words, "token_logprobs": scores, "top_logprobs": tops, "text_offset": [0, 3, 9, 13]}
+    assert body_of(TEXT, n=2, echo=True, logprobs=0)["choices"][0] == choice(0, "the quick fox.", logprobs)
     halves = Completion("ü.", ("bytes:\\xc3", "bytes:\\xbc", "."), (1, 2, 8), (-1.0, -1.0, -1.0), "length")
     (cut,) = body_of(TEXT, GenerationResult((halves,), (5,)), logprobs=1, temperature=0)["choices"]
     assert cut["logprobs"]["text_offset"] == [0, 0, 1] and cut["finish_reason"] == "length"
+
+
+def entry(token, logprob, *tops):
+    found = {"token": token, "logprob": logprob, "bytes": [*token.encode()]}
+    return {**found, "top_logprobs": [found, *tops]} if tops else found
 
 
 def test_results_become_the_body_of_a_chat():
     first, second = RESULT.completions
     tops = replace(first, top_logprobs=(((7, -0.5), (5, -1.5)), ((8, -0.25), (6, -2.5))))
     body = body_of(CHAT, replace(RESULT, completions=(tops, second)), logprobs=True, top_logprobs=2, n=2)
-    seconds = [
-        {"token": "the", "logprob": -1.5, "bytes": [*b"the"]},
-        {"token": " quick", "logprob": -2.5, "bytes": [*b" quick"]},
-    ]
-    fox = {"token": " fox", "logprob": -0.5, "bytes": [32, 102, 111, 120]}
-    dot = {"token": ".", "logprob": -0.25, "bytes": [46]}
-    assert body["id"] == "chatcmpl-1" and body["object"] == "chat.completion"
-    assert body["choices"][0] == {
-        "index": 0,
-        "message": {"role": "assistant", "content": " fox.", "refusal": None},
-        "logprobs": {
-            "content": [{**fox, "top_logprobs": [fox, seconds[0]]}, {**dot, "top_logprobs": [dot, seconds[1]]}]
-        },
-        "finish_reason": "stop",
-    }
+    content = [entry(" fox", -0.5, entry("the", -1.5)), entry(".", -0.25, entry(" quick", -2.5))]
+    assert (body["id"], body["object"]) == ("chatcmpl-1", "chat.completion")
+    message = {"role": "assistant", "content": " fox.", "refusal": None}
+    expected = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
+    assert body["choices"][0] == expected
     assert body["choices"][1]["logprobs"] == {"content": []}
     assert body_of(CHAT)["choices"][0]["logprobs"] is None
     assert body_of(CHAT, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
@@ -204,40 +188,19 @@ def test_values_by_which_clients_say_none_are_none(tokenizer):
     assert requests(tokenizer, CHAT, {"messages": [MESSAGES[0] | neutral]}) == plain
 
 
-@pytest.mark.parametrize(
-    "url, body, why",
-    [
-        ("/v1/embeddings", {}, "url is '/v1/embeddings'"),
-        (TEXT, [], "body is []"),
-        (TEXT, {}, "prompt is None"),
-        (TEXT, {"prompt": []}, "prompt is []"),
-        (TEXT, {"prompt": [True]}, "prompt is"),
-        (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
-        (TEXT, {"prompt": "x", "max_tokenz": 1}, "by /v1/completions; did you mean max_tokens? known are model"),
-        (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),
-        (TEXT, {"prompt": "x", "n": 10**30}, "n is 1000"),
-        (TEXT, {"prompt": "x", "n": True}, "n is True"),
-        (TEXT, {"prompt": "x", "max_tokens": "4"}, "max_tokens is '4'"),
-        (TEXT, {"prompt": "x", "temperature": math.nan}, "temperature is nan"),
-        (TEXT, {"prompt": "x", "top_p": 1.5}, "top_p is 1.5"),
-        (TEXT, {"prompt": "x", "seed": 2**64}, "seed is"),
-        (TEXT, {"prompt": "x", "stop": [""]}, "stop is"),
-        (TEXT, {"prompt": "x", "echo": 1}, "echo is 1"),
-        (TEXT, {"prompt": "x", "logprobs": True}, "logprobs is True"),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
-        (TEXT, {"prompt": "x", "best_of": 3}, "best_of is 3"),
-        (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty is 0.5"),
-        (CHAT, {"prompt": "x"}, "'prompt' is not supported by /v1/chat/completions"),
-        (CHAT, {"messages": []}, "messages is []"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages.0 has no content"),
-        (CHAT, {"messages": [{**MESSAGES[0], "tool_calls": [{}]}]}, "messages.0 has 'tool_calls'"),
-        (CHAT, {"messages": [{**MESSAGES[0], "type": "image"}]}, "messages.0 has 'type'"),
-        (TEXT, {"prompt": "x", "max_tokens": -2}, "max_tokens is -2"),
-        (TEXT, {"prompt": "x", "min_tokens": False}, "min_tokens is False"),
-        (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs needs logprobs"),
-        (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools is"),
-    ],
-)
+BASE = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}}
+WRITTEN = yaml.safe_load((ROOT / "tests" / "data" / "openai_refused.yaml").read_text())
+REFUSED = [(url, BASE[url] | body, why) for url, rows in WRITTEN.items() for body, why in rows]
+REFUSED += [
+    (TEXT, {"prompt": ["x"] * 10_001}, "up to 10,000"),
+    (TEXT, {"prompt": "x", "\ud800": 1}, "'\\ud800' is not supported"),
+    (TEXT, {"prompt": "x", "temperature": math.nan}, "temperature is nan"),
+    (TEXT, [], "body is []"),
+    ("/v1/embeddings", {}, "url is '/v1/embeddings'"),
+]
+
+
+@pytest.mark.parametrize("url, body, why", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(url, body, why):
     with pytest.raises(ApiError) as refused:
         parse_body(url, body)
@@ -268,16 +231,19 @@ def test_refusals_have_the_codes_of_openai(body, code):
     assert (refused.value.code, refused.value.param) == (code, next(iter(body)))
 
 
-def test_texts_that_cannot_be_encoded_are_refused(tokenizer):
-    for url, body in [
+@pytest.mark.parametrize(
+    "url, body",
+    [
         (TEXT, {"prompt": "\ud800"}),
+        (TEXT, {"prompt": "x", "top_p": 0}),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
         (CHAT, {"messages": [{"role": 5, "content": "x"}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-        (TEXT, {"prompt": "x", "top_p": 0}),
-    ]:
-        with pytest.raises(RequestError):
-            requests(tokenizer, url, body)
+    ],
+)
+def test_texts_that_cannot_be_encoded_are_refused(tokenizer, url, body):
+    with pytest.raises(RequestError):
+        requests(tokenizer, url, body)
 
 
 def test_errors_have_the_form_of_openai():

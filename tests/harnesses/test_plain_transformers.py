@@ -1,7 +1,5 @@
 """What a process of transformers says of answers equals its own forward pass, and names tokens that are not greedy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -33,6 +31,14 @@ def ask(folder, answers, tolerance=1e-3, ends=(2,)):
     return [(result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)]
 
 
+def shortfall(row, token):
+    return float(row.max() - row[token])
+
+
+def said_of(row, token):
+    return f"{shortfall(row, token):.3g} nats below the most probable token"
+
+
 def forward(folder, ids):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -43,11 +49,11 @@ def test_log_probabilities_are_those_of_its_forward_pass(folder, answers):
     found = ask(folder, answers)
     assert [said for _, said in found] == ["", "", ""]
     for (_, result), (computed, _) in zip(answers, found, strict=True):
-        assert len(computed.completions) == len(result.completions)
-        for old, new in zip(result.completions, computed.completions):
-            ids, start = [*result.prompt_token_ids, *old.token_ids], len(result.prompt_token_ids)
-            expected = forward(folder, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-            assert replace(new, logprobs=()) == replace(old, logprobs=())
+        start = len(result.prompt_token_ids)
+        for old, new in zip(result.completions, computed.completions, strict=True):
+            ids = [*result.prompt_token_ids, *old.token_ids]
+            expected = [row[token].item() for row, token in zip(forward(folder, ids), ids[1:])]
+            assert new == replace(old, logprobs=new.logprobs)
             assert new.logprobs == pytest.approx(expected[start - 1 :], abs=1e-6)
             if result.prompt_logprobs is not None:
                 assert computed.prompt_logprobs[0] is None
@@ -57,36 +63,33 @@ def test_log_probabilities_are_those_of_its_forward_pass(folder, answers):
 
 def test_a_token_that_is_not_the_most_probable_one_is_said(folder, answers):
     request, result = answers[0]
-    ids = [*result.prompt_token_ids, *result.completions[0].token_ids[:-1]]
-    last = forward(folder, ids)[-1]
-    wrong = int(last.argmin())
     (completion,) = result.completions
+    last = forward(folder, [*result.prompt_token_ids, *completion.token_ids[:-1]])[-1]
+    wrong = int(last.argmin())
     changed = replace(result, completions=(replace(completion, token_ids=(*completion.token_ids[:-1], wrong)),))
-    shortfall = float(last.max() - last[wrong])
-    sampled = replace(request, temperature=1.0)
-    ((_, said), (_, nothing)) = ask(folder, [(request, changed), (sampled, changed)])
-    assert said == f"{shortfall:.3g} nats below the most probable token" and nothing == ""
-    assert ask(folder, [(request, changed)], tolerance=shortfall + 0.01)[0][1] == ""
+    found = ask(folder, [(request, changed), (replace(request, temperature=1.0), changed)])
+    assert [said for _, said in found] == [said_of(last, wrong), ""]
+    assert ask(folder, [(request, changed)], tolerance=shortfall(last, wrong) + 0.01)[0][1] == ""
 
 
 def test_an_end_that_is_not_the_most_probable_token_is_said(folder, answers):
     request, result = answers[0]
-    last = forward(folder, [*result.prompt_token_ids, *result.completions[0].token_ids])[-1]
-    ended = replace(result, completions=(replace(result.completions[0], finish_reason="endoftext"),))
+    (completion,) = result.completions
+    last = forward(folder, [*result.prompt_token_ids, *completion.token_ids])[-1]
+    ended = replace(result, completions=(replace(completion, finish_reason="endoftext"),))
     most, least = int(last.argmax()), int(last.argmin())
-    assert ask(folder, [(request, ended)], ends=[most, least])[0][1] == ""
-    said = f"{float(last.max() - last[least]):.3g} nats below the most probable token"
-    assert ask(folder, [(request, ended)], ends=[least])[0][1] == said
+    for ends, said in (([most, least], ""), ([least], said_of(last, least))):
+        assert ask(folder, [(request, ended)], ends=ends)[0][1] == said
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_what_is_greedy_is_corrected_beyond_the_tolerance(folder, answers, is_greedy):
     request, result = answers[1]
     claimed = replace(result, prompt_greedy=(None, *[is_greedy] * 3))
-    truth = ask(folder, [(request, claimed)])[0][0].prompt_greedy
-    expected = forward(folder, result.prompt_token_ids)[:-1].argmax(1).tolist()
-    assert truth == (None, *(a == b for a, b in zip(expected, result.prompt_token_ids[1:])))
-    assert ask(folder, [(request, claimed)], tolerance=100.0)[0][0].prompt_greedy == claimed.prompt_greedy
+    most = forward(folder, result.prompt_token_ids).argmax(1).tolist()
+    expected = (None, *(a == b for a, b in zip(most, result.prompt_token_ids[1:])))
+    for tolerance, greedy in ((1e-3, expected), (100.0, claimed.prompt_greedy)):
+        assert ask(folder, [(request, claimed)], tolerance)[0][0].prompt_greedy == greedy
 
 
 def test_what_transformers_cannot_open_ends_in_a_sentence(tmp_path, answers):

@@ -1,17 +1,14 @@
 """Attention as its formula says, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, at: Tensor, scale: float, softcap: float | None,
-    slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v, allowed, at, scale, softcap,
+    slopes,
+):  # fmt: skip
     """Return output [T, Hq, D] and log-sum-exp [T, Hq].
 
     q: [T, Hq, D].

@@ -1,14 +1,12 @@
 """Rows of blocks: drawn bytes, and what the `gguf` package says that they are."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
-from flexgen_helm.quant.formats import BLOCK_FORMATS, BlockFormat, scaled_format
+from flexgen_helm.quant.formats import BLOCK_FORMATS, scaled_format
 
 
-def drawn_blocks(fmt: BlockFormat, rows: int, width: int, seed: int = 0) -> torch.Tensor:
+def drawn_blocks(fmt, rows, width, seed=0):
     """Any bytes [rows, row bytes] whose scales are finite."""
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(256, (rows, fmt.stripe_bytes(width)), dtype=torch.uint8, generator=generator)
@@ -30,7 +28,7 @@ def drawn_blocks(fmt: BlockFormat, rows: int, width: int, seed: int = 0) -> torc
     return packed
 
 
-def half_scales(fmt: BlockFormat) -> list[int]:
+def half_scales(fmt):
     """Where a block has its float16 numbers, as ggml-common.h declares them."""
     return {
         "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
@@ -39,7 +37,7 @@ def half_scales(fmt: BlockFormat) -> list[int]:
     }.get(fmt.name, [])  # fmt: skip
 
 
-def published_values(packed: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+def published_values(packed, fmt):
     """Values [rows, width] as the `gguf` package decodes them, or PyTorch's own types."""
     if fmt.name in TYPES:
         return _scaled_values(packed.reshape(-1, fmt.block_bytes), *TYPES[fmt.name]).view(len(packed), -1)
@@ -49,8 +47,8 @@ def published_values(packed: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
         return torch.from_numpy(gguf.quants.dequantize(packed.numpy(), gguf.GGMLQuantizationType[fmt.name]))
 
 
-def _scaled_values(blocks: torch.Tensor, code: str, scale: str, _: int, more: str = "") -> torch.Tensor:
-    def read(begin: int, end: int | None, kind: str) -> torch.Tensor:
+def _scaled_values(blocks, code, scale, _, more=""):
+    def read(begin, end, kind):
         return blocks[:, begin:end].flatten().clone().view(SCALARS[kind]).view(len(blocks), -1).float()
 
     size = SCALARS[scale].itemsize

@@ -3,30 +3,27 @@
 `python -m tests.helpers.catalog_configs` rewrites flexgen_helm/checkpoint/catalog_traced.jsonl.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
 
 from flexgen_helm.checkpoint import catalog
-from flexgen_helm.checkpoint.catalog import CATALOG, CatalogEntry
+from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
 from tests.helpers.paths import ROOT
 
 FILE = ROOT / "flexgen_helm" / "checkpoint" / catalog.TRACED
 
 
-def traced_entries() -> list[CatalogEntry]:
+def traced_entries():
     return [entry for entry in CATALOG.values() if entry.architecture not in ARCHITECTURES]
 
 
-def trace(entry: CatalogEntry) -> dict[str, Any]:
+def trace(entry):
     """The record that transformers' own modules give, as JSON types."""
     content = {**entry.published, "architectures": [entry.architecture]}
     content.pop("quantization_config", None)  # how weights are stored is no part of the model
     config = architecture_of_config(content).read_config(content)
-    record: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    record = json.loads(json.dumps(dataclasses.asdict(config)))
     return record
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class KernelRuleError(RuntimeError):
@@ -19,15 +18,15 @@ class KernelRuleError(RuntimeError):
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
     *,
-    scale: float | None = None,
-) -> tuple[Tensor | int, ...]:
+    scale=None,
+):
     """`aten::_scaled_dot_product_flash_attention`; keys and values may have fewer heads."""
     _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
     _check_operands(q, k, v)
@@ -41,16 +40,16 @@ def flash_attention(
 
 
 def efficient_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    q,
+    k,
+    v,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
     *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale=None,
+):
     """`aten::_scaled_dot_product_efficient_attention`; its log-sum-exp is padded with infinity."""
     _check(q.dtype in (torch.float16, torch.bfloat16, torch.float32), f"dtype {q.dtype}")
     _check_operands(q, k, v)
@@ -69,13 +68,43 @@ def efficient_attention(
     return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.zeros(()), torch.zeros(())
 
 
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, key_borders: Tensor | None, max_q: int, max_k: int,
+    is_causal: bool = False, scale: float | None = None, window_size: Any = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`torch_attn::_varlen_attn`, as causal attention of several sequences; its log-sum-exp is [Hq, T]."""
+    assert key_borders is not None
+    _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
+    _check(borders.dtype == torch.int32 and torch.equal(borders, key_borders), "borders")
+    _check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}")
+    _check(q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0), "heads")
+    _check(int(borders[0]) == 0 and int(borders[-1]) == len(q) == len(k), "borders that are not those of the tokens")
+    lengths = borders.diff().tolist()
+    _check(max(lengths) == max_q == max_k and min(lengths) > 0, "lengths")
+    _check(is_causal == (tuple(window_size) == (-1, 0)) and window_size[1] == 0, f"window {window_size}")
+    outs, lses, group = [], [], q.shape[1] // k.shape[1]
+    for one_q, one_k, one_v in zip(*(x.split(lengths) for x in (q, k, v))):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        bias = None
+        if window_size[0] >= 0:
+            age = torch.arange(len(one_q))[:, None] - torch.arange(len(one_q))
+            bias = torch.zeros(age.shape).masked_fill(age > window_size[0], -math.inf)
+        out, lse = _formula(queries, keys, values, bias, True, scale)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1), torch.zeros(2, dtype=torch.uint64)
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
+    "torch_attn::_varlen_attn": varlen_attention,
     "aten::_scaled_dot_product_flash_attention": flash_attention,
     "aten::_scaled_dot_product_efficient_attention": efficient_attention,
 }
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_operands(q, k, v):
     _check(q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape, "shapes")
     _check(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], f"{tuple(q.shape)} with {tuple(k.shape)}")
     _check(q.dtype == k.dtype == v.dtype, "dtypes")
@@ -83,14 +112,12 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check(min(q.shape[2], k.shape[2]) > 0, "no tokens")
 
 
-def _check(allowed: bool, what: str) -> None:
+def _check(allowed, what):
     if not allowed:
         raise KernelRuleError(what)
 
 
-def _formula(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _formula(q, k, v, bias, is_causal, scale):
     scores = q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
@@ -100,6 +127,6 @@ def _formula(
     return (torch.softmax(scores, -1) @ v.float()).to(q.dtype), torch.logsumexp(scores, -1)
 
 
-def _as_tokens_first(out: Tensor) -> Tensor:
+def _as_tokens_first(out):
     """Both kernels write [B, T, H, D] and return it transposed."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)

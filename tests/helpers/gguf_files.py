@@ -1,13 +1,8 @@
 """GGUF files by the gguf package's writer, with llama.cpp's names and rules."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -22,13 +17,25 @@ Kind = gguf.GGMLQuantizationType
 SMALL_TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
 
 
-def write_gguf(path: Path, arch: str, keys: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray, Kind]]) -> Path:
-    """Write a file of one part.
+def small_tokenizer(size):
+    """Keys of a tokenizer with so many tokens."""
+    return {**SMALL_TOKENIZER, "tokenizer.ggml.tokens": [f"t{i}" for i in range(size)]}
+
+
+def write_gguf(
+    path,
+    arch,
+    keys,
+    tensors,
+    parts=1,
+):
+    """Write a file, or its parts beside it.
 
     keys: those that begin with a dot are the architecture's. A value is stored by its type; one that is None is not.
     tensors: name, values, and how they are stored, in which stored bytes are.
     """
-    writer = gguf.GGUFWriter(path, arch)
+    tensors = list(tensors)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=0 if parts == 1 else -(-len(tensors) // parts))
     add = {
         str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool,
         list: writer.add_array,
@@ -39,10 +46,6 @@ def write_gguf(path: Path, arch: str, keys: Mapping[str, Any], tensors: Iterable
     for name, values, kind in tensors:
         stored = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
-    return finish(writer, path)
-
-
-def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -50,7 +53,7 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def llama_cpp(path: Path, positions: int) -> tuple[Any, Any]:
+def llama_cpp(path, positions):
     """Return llama.cpp's module and its settings of a server for this file; skip the test without its wheel."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
     settings = xllamacpp.CommonParams()
@@ -62,7 +65,7 @@ def llama_cpp(path: Path, positions: int) -> tuple[Any, Any]:
 # ---- models of transformers ----
 
 
-def contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def contents(model, arch):
     """Return the keys and tensors that llama.cpp's converter would store of a model of `transformers`."""
     config = model.config
     experts = getattr(config, "num_local_experts", None)
@@ -98,13 +101,13 @@ def contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarra
     return {f".{key}": value for key, value in keys.items()}, tensors
 
 
-def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+def _interleaved(values, heads):
     """What llama.cpp's converter does to Llama's query and key projections."""
     split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return split.swapaxes(1, 2).reshape(values.shape)
 
 
-def _tensors(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(model, arch):
     """GGUF name and values of every tensor, by the gguf package's own table of names."""
     config = model.config
     names = gguf.get_tensor_name_map(
@@ -138,7 +141,7 @@ def _tensors(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray]]:
         yield name, values
 
 
-def _llama3_factors(config: Any) -> np.ndarray:
+def _llama3_factors(config):
     """By how much Llama 3.1 divides each frequency, as transformers computes them."""
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     size = 2 * len(stretched)
@@ -146,7 +149,7 @@ def _llama3_factors(config: Any) -> np.ndarray:
     return (plain / stretched).numpy().astype(np.float32)
 
 
-def gguf_of(folder: Path, path: Path, kind: Kind) -> Path:
+def gguf_of(folder, path, kind):
     """Write the file that llama.cpp's converter makes of a folder of a Llama with a byte-level tokenizer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     keys, tensors = contents(model, "llama")
@@ -167,7 +170,7 @@ def gguf_of(folder: Path, path: Path, kind: Kind) -> Path:
     return write_gguf(path, "llama", keys, ((n, x, kind if x.ndim > 1 else Kind.F32) for n, x in tensors.items()))
 
 
-def random_blocks(kind: Kind, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+def random_blocks(kind, shape, draw):
     """Draw bytes of a quantized tensor whose values are small: every code, and scales near a hundredth."""
     fmt = BLOCK_FORMATS[kind.name]
     blocks = draw.integers(0, 256, (prod(shape) // fmt.block_values, fmt.block_bytes), dtype=np.uint8)

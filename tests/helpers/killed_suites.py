@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -25,12 +26,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from tests.helpers.fake_engine import limit_blocks
 from tests.helpers.paths import ROOT
 
 ENTRIES = ["simple_mcqa:model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
 DEADLINE_S = 90  # after which a process says where it is, and ends
 MAX_PENDING = 3  # answers of a transaction: a suite of twenty has several
+FOLDERS = "home,benchmark_output,prod_env,in,out"  # where calls are counted
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Order:
 
     folder: its working folder, with home, log and results.
     model: the folder with pickled weights.
-    command: of flexgen-helm; None for the suite.
+    command: of flexgen-helm; None for the suite. Of `lm-eval`, `plan` and `profile` what takes seconds is left out.
     at: the step at which it is ended, counted from 0; None for the end.
     name: of the steps that are counted; '' for all.
     after_s: seconds after which it is ended, whatever it does; None for never.
@@ -50,7 +55,7 @@ class Order:
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
     pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c; None leaves calls
-        as they are. Those of the suite's folders are in the file `calls` if the process was given `library`.
+        as they are. Those in FOLDERS are in the file `calls` if the process was given `library`.
     """
 
     folder: str
@@ -104,21 +109,22 @@ def pickled_model(folder: Path) -> Path:
 class Suites:
     """The forking process, and orders to it. A context manager. library: of failing_calls.c, compiled."""
 
-    def __init__(self, folder: Path, model: Path, library: Path | None = None) -> None:
+    def __init__(self, folder: Path, model: Path, library: Path | None = None, *packages: str) -> None:
+        """packages: are imported before the first order."""
         self.folder, self.model = folder, model
         variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop",
                      "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
         variables |= {"LD_PRELOAD": str(library)} if library else {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.killed_suites"], env={**os.environ, **variables}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(folder / "server").open("w"), cwd=ROOT,
+            [sys.executable, "-m", "tests.helpers.killed_suites", *packages], env={**os.environ, **variables},
+            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(folder / "server").open("w"), cwd=ROOT,
         )  # fmt: skip
 
     def run(self, folder: str, **order: Any) -> Outcome:
         (self.folder / folder).mkdir(exist_ok=True)
         assert self._process.stdin and self._process.stdout
-        print(json.dumps(asdict(Order(str(self.folder / folder), str(self.model), **order))),
-              file=self._process.stdin, flush=True)  # fmt: skip
+        whole = Order(**{"folder": str(self.folder / folder), "model": str(self.model), **order})
+        print(json.dumps(asdict(whole)), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, (self.folder / "server").read_text()
         return Outcome(**json.loads(answer))
@@ -149,6 +155,8 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     yaml.SafeLoader = yaml.CSafeLoader  # saves each fork a second
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()  # saves each half a second: its collections would copy the pages of all that is imported
     for line in sys.stdin:
         order = Order(**json.loads(line))
@@ -190,14 +198,15 @@ def _be_suite(order: Order, folder: Path) -> None:
     code = 1
     try:
         os.chdir(folder)
-        (folder / "models.yaml").write_text(json.dumps({"tiny": order.model}))
+        (folder / "models.yaml").write_text(json.dumps(dict.fromkeys(("tiny", WHEEL_MODEL), order.model)))
         os.environ.update(FLEXGEN_HELM_HOME=str(folder / "home"), FLEXGEN_HELM_MODELS=str(folder / "models.yaml"))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _install_steps(order, folder)
+        _shorten((order.command or ["run"])[0])
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         if "failing_calls" in os.environ.get("LD_PRELOAD", ""):
             call, *fault = order.fault or ("", 0, 0, False)
-            texts = [str(folder), "home,benchmark_output,prod_env", str(folder / "calls"), call]
+            texts = [str(folder), FOLDERS, str(folder / "calls"), call]
             ctypes.CDLL(None).arm(*(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:])
         _set_limits(order)
         if order.blocks is not None:
@@ -225,6 +234,19 @@ def _be_suite(order: Order, folder: Path) -> None:
         os._exit(code)
 
 
+def _shorten(command: str) -> None:
+    if command == "lm-eval":
+        from tests.helpers.lm_eval_tasks import leave_out_others
+
+        leave_out_others(pytest.MonkeyPatch())
+    elif command in ("profile", "plan"):
+        from flexgen_helm.engine import profiler
+        from flexgen_helm.hardware.profile import load_profile
+
+        profiler._processor = lambda *_: load_profile("laptop").cpu  # type: ignore[assignment]
+        profiler._FILE_BYTES, profiler._CHUNK_BYTES = 8 << 20, 1 << 20
+
+
 def _set_limits(order: Order) -> None:
     import resource
 
@@ -238,7 +260,7 @@ def _install_steps(order: Order, folder: Path) -> None:
 
     from flexgen_helm import files, response_cache
     from flexgen_helm.checkpoint import convert, fingerprint
-    from flexgen_helm.engine import executor
+    from flexgen_helm.engine import divergence, executor
 
     count = 0
     steps, computed, drawn = ((folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn"))
@@ -293,7 +315,7 @@ def _install_steps(order: Order, folder: Path) -> None:
         draw(self, *token)
 
     response_cache.ResponseWriter.draw = noted_token  # type: ignore[method-assign]
-    response_cache.KEEP_EVERY_S = order.keep_every_s
+    response_cache.KEEP_EVERY_S = divergence.KEEP_EVERY_S = order.keep_every_s
     if order.pass_s:
         run = executor.Executor.run
 

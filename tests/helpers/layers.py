@@ -1,10 +1,7 @@
 """Decoder layers that tests look at, or make fail."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +12,11 @@ from flexgen_helm.models.transformers_backend.decoder import TransformersDecoder
 Step = Callable[[Callable[[], list[Tensor]], int, Sequence[LayerBatch]], Sequence[Tensor]]
 
 
-def replace_layers(patch: Any, step: Step) -> None:
+def replace_layers(patch, step):
     """Let `step` compute the batches that go through a layer together, in engines of both kinds."""
     for owner in (Decoder, TransformersDecoder):
 
-        def layer(self: Any, weights: Any, number: int, batches: Any, honest: Any = owner.layer) -> Iterator[Tensor]:
+        def layer(self, weights, number, batches, honest=owner.layer):
             given = list(batches)
             yield from step(lambda: list(honest(self, weights, number, given)), number, given)
 

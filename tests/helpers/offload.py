@@ -42,6 +42,13 @@ def offloaded(tiny, variant, folder: Path, policy: Policy | str, **settings):
     return Engine.from_pretrained(tiny(variant).path, policy=policy, offload_dir=folder, **settings)
 
 
+def claims(engine: Engine) -> dict[str, dict[str, int]]:
+    """Check that the ledgers of all tiers balance; return the claimed bytes of each by kind."""
+    for ledger in engine._tiers.ledgers.values():
+        ledger.check()
+    return {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}
+
+
 def tiers_of(
     folder: Path, overlap: bool = True, has_gpu: bool = False, limits: dict[str, int] | None = None
 ) -> TransferManager:

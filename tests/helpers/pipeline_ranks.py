@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.process_state import rank_of_process
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -68,7 +68,7 @@ class Ended:
     seconds_after_fault: float | None
 
 
-def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
+def run_ranks(folder, num_ranks, job):
     """Run a job on so many ranks, in `folder`."""
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
     done = subprocess.run(
@@ -84,18 +84,18 @@ def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
     return Ended(done.returncode, done.stderr, found, after)
 
 
-def torchrun(num_ranks: int, *command: str) -> list[str]:
+def torchrun(num_ranks, *command):
     """The command line of torchrun for a script, or for '-m' and a module, with a free port of its own."""
     return [sys.executable, *_TORCHRUN, f"--nproc-per-node={num_ranks}", *command]
 
 
-def torchrun_in_forks(num_ranks: int, *command: str) -> list[str]:
+def torchrun_in_forks(num_ranks, *command):
     """The same, where torchrun and its ranks are forks."""
     launcher = [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
     return [*launcher, *python("all"), *command]
 
 
-def _outcome(case: Case) -> Outcome:
+def _outcome(case):
     try:
         with Engine.from_pretrained(case.model, **case.options) as engine:
             return Outcome(engine.run(case.requests), engine.last_run)
@@ -103,7 +103,7 @@ def _outcome(case: Case) -> Outcome:
         return Outcome(error=error)
 
 
-def _break(fault: str, folder: Path) -> None:
+def _break(fault, folder):
     """Let this rank fail in the way of `Job.fault`."""
     from flexgen_helm.engine import engine
     from flexgen_helm.scheduling import prepare
@@ -114,7 +114,7 @@ def _break(fault: str, folder: Path) -> None:
     elif fault == "memory":
         capacities = engine.tier_capacities
 
-        def once(limits: MemoryLimits, *rest: Any) -> Any:
+        def once(limits, *rest):
             engine.tier_capacities = capacities
             return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *rest)
 
@@ -122,7 +122,7 @@ def _break(fault: str, folder: Path) -> None:
     elif fault == "kill":
         count = 0
 
-        def step(compute: Any, *_: Any) -> Any:
+        def step(compute, *_):
             nonlocal count
             count += 1
             if count == 40:
@@ -133,17 +133,17 @@ def _break(fault: str, folder: Path) -> None:
         replace_layers_for_good(step)
 
 
-def _main(rank: Rank, folder: Path) -> None:
+def _main(rank, folder):
     from flexgen_helm.engine.pipeline import follow, leave_pipeline
 
-    job: Job = pickle.loads((folder / "job.pickle").read_bytes())
+    job = pickle.loads((folder / "job.pickle").read_bytes())
     os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")  # as if each had a machine of its own
     if rank.number:
         if job.fault is not None and rank.number == 1:
             _break(job.fault, folder)
         follow(Engine)
     else:
-        outcomes: list[Outcome] = []
+        outcomes = []
         for case in job.cases:
             outcomes.append(_outcome(case))
             (folder / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))

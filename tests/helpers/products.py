@@ -1,16 +1,14 @@
 """Operands of products, and what a product in float32 may differ by from one in float64."""
 
-from __future__ import annotations
-
 import torch
 
 
-def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(rows, width, outputs, dtype):
     draw = torch.Generator().manual_seed(rows * 1_000_003 + width * 1_009 + outputs)
     return torch.randn(rows, width, generator=draw), torch.randn(outputs, width, generator=draw).to(dtype)
 
 
-def assert_is_product(y: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def assert_is_product(y, x, weight, bias):
     assert y is not None and y.is_contiguous()
     exact = x.double() @ weight.double().t()
     exact, added = (exact, 0.0) if bias is None else (exact + bias, bias.abs())

@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm import GenerationRequest
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import layer_kinds
 from tests.helpers.paths import ROOT
 
@@ -63,13 +60,13 @@ class Published:
     also: list[str] = field(default_factory=list)
 
     @property
-    def end_ids(self) -> set[int]:
+    def end_ids(self):
         """The tokens that end an answer, of the model and of its language part."""
         parts = (self.generation, self.config, self.config.get("text_config") or {})
         return {token for part in parts for token in _as_list(part.get("eos_token_id"))}
 
     @property
-    def special_ids(self) -> list[int]:
+    def special_ids(self):
         """All ids that the files name and the vocabulary has."""
         parts = (self.generation, self.config, self.config.get("text_config") or {})
         named = {token for part in parts for key, ids in part.items() if _is_id(key) for token in _as_list(ids)}
@@ -77,36 +74,36 @@ class Published:
         return sorted(token for token in known if 0 <= token < self.vocab_size)
 
     @property
-    def refused_ids(self) -> list[int]:
+    def refused_ids(self):
         """Placeholders that transformers gives the embedding of another token."""
         names = ("image_token_id", "video_token_id", "audio_token_id")
         return [self.config[name] for name in names if self.config["model_type"] == "gemma4"]
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self):
         config = _config_class(self.config)(**_without_class(self.config)).get_text_config()
         return int(config.vocab_size)
 
 
-def rows() -> list[Published]:
+def rows():
     return [Published(**json.loads(line)) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 
-def _is_id(key: str) -> bool:
+def _is_id(key):
     return key.endswith(("_token_id", "_token_index", "_token_ids"))
 
 
-def _as_list(ids: Any) -> list[int]:
+def _as_list(ids):
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
-def _config_class(content: Mapping[str, Any]) -> Any:
+def _config_class(content):
     known: Any = transformers.CONFIG_MAPPING
     name = content["model_type"]
     return known[name] if name in known else getattr(transformers, content["architectures"][0]).config_class
 
 
-def _without_class(content: Mapping[str, Any]) -> dict[str, Any]:
+def _without_class(content):
     left_out = ("architectures", "model_type", "quantization_config")
     return {name: value for name, value in content.items() if name not in left_out}
 
@@ -114,11 +111,11 @@ def _without_class(content: Mapping[str, Any]) -> dict[str, Any]:
 # ---- smaller ----
 
 
-def read(content: Mapping[str, Any]) -> ModelConfig:
+def read(content):
     return architecture_of_config(content).read_config(content)
 
 
-def small_content(published: Mapping[str, Any]) -> dict[str, Any]:
+def small_content(published):
     """The published `config.json` with small sizes, and a layer of each kind."""
     whole, kinds = read(published), None
     for layers in _layers_tried(published.get("text_config") or published, whole.num_layers):
@@ -133,7 +130,7 @@ def small_content(published: Mapping[str, Any]) -> dict[str, Any]:
     raise AssertionError(f"no small configuration has all kinds of layers: {kinds}")
 
 
-def _layers_tried(entries: Mapping[str, Any], count: int) -> Iterator[list[int]]:
+def _layers_tried(entries, count):
     lists = [
         value
         for name, value in entries.items()
@@ -147,7 +144,7 @@ def _layers_tried(entries: Mapping[str, Any], count: int) -> Iterator[list[int]]
     yield from (list(range(number)) for number in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, count) if number <= count)
 
 
-def _shrunk(published: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+def _shrunk(published, layers):
     """The published entries, smaller; beside them the sizes of the class's defaults that are not among them."""
     if published.get("text_config"):
         whole = _config_class(published)(**_without_class(published)).to_dict()
@@ -159,7 +156,7 @@ def _shrunk(published: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
     return dict(published) | _small_sizes(dict(published), full, layers)
 
 
-def changed(published: Mapping[str, Any], small: Mapping[str, Any]) -> set[str]:
+def changed(published, small):
     """The entries of a small configuration that are not as published, but for sizes and lists of layers."""
     if published.get("text_config"):
         published, small = published["text_config"], small["text_config"]
@@ -170,14 +167,14 @@ def changed(published: Mapping[str, Any], small: Mapping[str, Any]) -> set[str]:
     return {name for name in names if not isinstance(small[name], list) and name != "hybrid_override_pattern"}
 
 
-def _part(published: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+def _part(published, full):
     """Of a part that sees or hears: built, and not used."""
     small = {name: _SIZE_OF[name] for name in full.keys() & _SIZE_OF.keys() if full[name]}
     small |= {name: size for name, size in _OTHER_PARTS.items() if name in full}
     return {**published, **small, "model_type": full["model_type"]}
 
 
-def _small_sizes(entries: dict[str, Any], full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+def _small_sizes(entries, full, layers):
     known = {name: value for name, value in {**full, **entries}.items() if value is not None}
     small: dict[str, Any] = {name: _SIZE_OF[name] for name in known.keys() & _SIZE_OF.keys() if known[name]}
     count = next((known[name] for name in _LAYERS if name in known), len(known.get("layers_block_type", ())))
@@ -201,7 +198,7 @@ def _small_sizes(entries: dict[str, Any], full: Mapping[str, Any], layers: Seque
     return small
 
 
-def _set_heads(known: Mapping[str, Any], small: dict[str, Any]) -> None:
+def _set_heads(known, small):
     """Heads are as wide as published where the configuration says so, or lists a factor for each frequency."""
     hidden = next(known[name] for name in ("hidden_size", "d_model", "n_embd") if name in known)
     heads = next((known[name] for name in _HEADS if name in known), None)
@@ -220,7 +217,7 @@ def _set_heads(known: Mapping[str, Any], small: dict[str, Any]) -> None:
         small["linear_num_value_heads"] = 2 * known["linear_num_value_heads"] // known["linear_num_key_heads"]
 
 
-def _set_states(known: Mapping[str, Any], small: dict[str, Any]) -> None:
+def _set_states(known, small):
     """Heads of Mamba are as wide together as what they are given, and no fewer than groups share states."""
     if known["model_type"] in ("mamba", "falcon_mamba"):
         small["intermediate_size"] = known["expand"] * HIDDEN
@@ -240,7 +237,7 @@ def _set_states(known: Mapping[str, Any], small: dict[str, Any]) -> None:
 # ---- written ----
 
 
-def write(row: Published, folder: Path) -> tuple[Any, dict[str, Any]]:
+def write(row, folder):
     """Write a small random model as published; return it by transformers in float32, and its `config.json`."""
     content = small_content(row.config)
     model = random_model(content)
@@ -261,7 +258,7 @@ def write(row: Published, folder: Path) -> tuple[Any, dict[str, Any]]:
     return model, content
 
 
-def random_model(content: Mapping[str, Any]) -> Any:
+def random_model(content):
     cls = getattr(transformers, content["architectures"][0], None)
     config = _config_class(content)(**_without_class(content))
     if cls is None:
@@ -272,7 +269,7 @@ def random_model(content: Mapping[str, Any]) -> Any:
     return model
 
 
-def _fill(model: Any, row: Published, dtype: torch.dtype) -> None:
+def _fill(model, row, dtype):
     """Random values that the type holds; scores of the tokens that end an answer vary more, so that answers end."""
     table = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -285,7 +282,7 @@ def _fill(model: Any, row: Published, dtype: torch.dtype) -> None:
                 tensor.copy_(tensor.to(dtype).float())
 
 
-def _write_tokenizer(row: Published, folder: Path) -> None:
+def _write_tokenizer(row, folder):
     """A tokenizer that has the special tokens, whose texts are made up."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -301,7 +298,7 @@ def _write_tokenizer(row: Published, folder: Path) -> None:
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]  # ending -> tensor, and the values
 
 
-def _store_fp8(name: str, values: torch.Tensor, quantization: Mapping[str, Any]) -> Stored | None:
+def _store_fp8(name, values, quantization):
     """A scale for each block of 128 x 128, as DeepSeek V3's, or for the whole matrix, as Devstral 2's."""
     parts = name.split(".")
     is_linear = parts[-1] == "weight" and values.dim() == 2 and parts[-2].endswith(("proj", "proj_with_mqa"))
@@ -327,7 +324,7 @@ def _store_fp8(name: str, values: torch.Tensor, quantization: Mapping[str, Any])
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def _store_mxfp4(name: str, values: torch.Tensor, quantization: Mapping[str, Any]) -> Stored | None:
+def _store_mxfp4(name, values, quantization):
     """Blocks of 32 inputs with an exponent, two values in a byte, as gpt-oss's experts: [experts, out, blocks, 16]."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return None
@@ -343,7 +340,7 @@ def _store_mxfp4(name: str, values: torch.Tensor, quantization: Mapping[str, Any
 _STORED = {"fp8": _store_fp8, "mxfp4": _store_mxfp4}
 
 
-def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any]) -> Any:
+def _stored_quantized(model, folder, dtype, quantization):
     """Store the matrices of layers as the configuration says; return the model with their values."""
     plain = load_file(folder / "model.safetensors")
     stored, exact = {}, {}
@@ -365,12 +362,12 @@ def _stored_quantized(model: Any, folder: Path, dtype: torch.dtype, quantization
 # ---- asked and compared ----
 
 
-def requests(row: Published) -> list[GenerationRequest]:
+def requests(row):
     """Prompts with every special id, the end of the vocabulary, and ids all over it; two share a beginning."""
     vocab, draw = row.vocab_size, random.Random(0)
     special = [*row.special_ids, vocab - 1, vocab - 2]
 
-    def drawn(count: int) -> list[int]:
+    def drawn(count):
         return [draw.randrange(vocab) for _ in range(count)]
 
     beginning = [*special[:3], *drawn(20)]
@@ -383,7 +380,7 @@ def requests(row: Published) -> list[GenerationRequest]:
     return [GenerationRequest(prompt_token_ids=ids, max_tokens=ANSWER, echo_logprobs=True) for ids in prompts]
 
 
-def compare(model: Any, row: Published, request: GenerationRequest, result: Any) -> tuple[float, bool]:
+def compare(model, row, request, result):
     """Return the largest difference from transformers, and whether the answer ended by itself.
 
     A greedy token counts with how far it is from the most probable one, and so does an end.
@@ -407,7 +404,7 @@ def compare(model: Any, row: Published, request: GenerationRequest, result: Any)
     return max(0.0, *(math.inf if math.isnan(one) else one for one in found)), has_ended
 
 
-def _processed(row: Published, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
+def _processed(row, ids, scores):
     """Scores of the next token under the setting of `generation_config.json` that changes greedy answers."""
     penalty = row.generation.get("repetition_penalty", 1.0)
     if penalty == 1.0:

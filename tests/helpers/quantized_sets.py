@@ -6,10 +6,8 @@ Every function returns (ending -> stored tensor, values in float32 as [out, in])
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ import torch
 Set = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-def _words(integers: np.ndarray, bits: int) -> torch.Tensor:
+def _words(integers, bits):
     """Pack integers [n, columns] along the first dimension, from the lowest bit of each word on."""
     length = -(-integers.shape[0] * bits // 32)
     words = np.zeros((length, integers.shape[1]), dtype=np.uint32)
@@ -28,11 +26,11 @@ def _words(integers: np.ndarray, bits: int) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-def _scales(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def _scales(rng, *shape, dtype=torch.float16):
     return torch.from_numpy(rng.uniform(0.001, 0.05, shape)).to(dtype)
 
 
-def _spread(scales: torch.Tensor, out: int, into: int, rows: int, columns: int) -> torch.Tensor:
+def _spread(scales, out, into, rows, columns):
     """The scale of every value, from those of blocks of so many rows and columns; the last ones may be cut off."""
     return scales[torch.arange(out)[:, None] // rows, torch.arange(into) // columns].float()
 
@@ -50,14 +48,12 @@ class _Groups:
     group: np.ndarray
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self):
         differences = torch.from_numpy(self.codes - self.zeros[self.group]).float()
         return (differences * self.scales[self.group].float()).T.contiguous()
 
 
-def _groups(
-    rng: np.random.Generator, out: int, into: int, size: int, codes: range, zeros: range, act_order: bool = False
-) -> _Groups:
+def _groups(rng, out, into, size, codes, zeros, act_order=False):
     num, group = -(-into // size), np.arange(into) // size
     return _Groups(
         rng.integers(codes.start, codes.stop, (into, out)),
@@ -68,16 +64,16 @@ def _groups(
 
 
 def gptq(
-    rng: np.random.Generator,
-    out: int,
-    into: int,
-    bits: int = 4,
-    version: int = 1,
-    act_order: bool = False,
-    size: int = 32,
-    has_index: bool = True,
-    symmetric: bool = False,
-) -> Set:
+    rng,
+    out,
+    into,
+    bits=4,
+    version=1,
+    act_order=False,
+    size=32,
+    has_index=True,
+    symmetric=False,
+):
     low = version == 1  # which has no room for zero points of 0
     zeros = range(1 << bits - 1, (1 << bits - 1) + 1) if symmetric else range(low, 1 << bits)
     drawn = _groups(rng, out, into, size, range(1 << bits), zeros, act_order)
@@ -91,10 +87,10 @@ def gptq(
     return stored, drawn.values
 
 
-def awq(rng: np.random.Generator, out: int, into: int, size: int = 32) -> Set:
+def awq(rng, out, into, size=32):
     drawn = _groups(rng, out, into, size, range(16), range(16))
 
-    def pack(integers: np.ndarray) -> torch.Tensor:
+    def pack(integers):
         in_order = integers.reshape(len(integers), out // 8, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
         words = (in_order.astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
         return torch.from_numpy(words.view(np.int32))
@@ -103,14 +99,14 @@ def awq(rng: np.random.Generator, out: int, into: int, size: int = 32) -> Set:
 
 
 def packed(
-    rng: np.random.Generator,
-    out: int,
-    into: int,
-    bits: int = 4,
-    symmetric: bool = True,
-    act_order: bool = False,
-    size: int = 32,
-) -> Set:
+    rng,
+    out,
+    into,
+    bits=4,
+    symmetric=True,
+    act_order=False,
+    size=32,
+):
     half = 1 << (bits - 1)
     drawn = _groups(rng, out, into, size, range(-half, half), range(1) if symmetric else range(-half, half), act_order)
     stored = {
@@ -128,7 +124,7 @@ def packed(
 # ---- 8 bits ----
 
 
-def int8(rng: np.random.Generator, out: int, into: int, size: int = 0, has_zeros: bool = False) -> Set:
+def int8(rng, out, into, size=0, has_zeros=False):
     """size: inputs of a group; 0 for all of a row."""
     codes = torch.from_numpy(rng.integers(-128, 128, (out, into))).to(torch.int8)
     size = size or into
@@ -139,35 +135,35 @@ def int8(rng: np.random.Generator, out: int, into: int, size: int = 0, has_zeros
     return stored, (codes.float() - zero.float()) * _spread(scales, out, into, 1, size)
 
 
-def _fp8(rng: np.random.Generator, out: int, into: int) -> torch.Tensor:
+def _fp8(rng, out, into):
     return torch.from_numpy(rng.normal(0, 60, (out, into))).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def fp8_by_block(rng: np.random.Generator, out: int, into: int, block: int = 16) -> Set:
+def fp8_by_block(rng, out, into, block=16):
     codes = _fp8(rng, out, into)
     scales = _scales(rng, -(-out // block), -(-into // block), dtype=torch.float32)
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * _spread(scales, out, into, block, block)
 
 
-def fp8_by_tensor(rng: np.random.Generator, out: int, into: int) -> Set:
+def fp8_by_tensor(rng, out, into):
     codes, scale = _fp8(rng, out, into), _scales(rng, dtype=torch.bfloat16)
     stored = {"weight": codes, "weight_scale_inv": scale, "activation_scale": torch.tensor(1.5)}
     return stored, codes.float() * scale.float()
 
 
-def fp8_by_channel(rng: np.random.Generator, out: int, into: int) -> Set:
+def fp8_by_channel(rng, out, into):
     codes, scales = _fp8(rng, out, into), _scales(rng, out, 1, dtype=torch.float32)
     stored = {"weight": codes, "weight_scale": scales, "input_scale": torch.tensor([1.5])}
     return stored, codes.float() * scales
 
 
-def _exponents(rng: np.random.Generator, out: int, into: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _exponents(rng, out, into):
     """Exponents of groups of 32 inputs, and the factor of every value."""
     exponents = torch.from_numpy(rng.integers(112, 124, (out, into // 32)).astype(np.uint8))
     return exponents, 2.0 ** (_spread(exponents, out, into, 1, 32) - 127)
 
 
-def mxfp8(rng: np.random.Generator, out: int, into: int) -> Set:
+def mxfp8(rng, out, into):
     codes, (exponents, factors) = _fp8(rng, out, into), _exponents(rng, out, into)
     return {"weight": codes, "weight_scale_inv": exponents}, codes.float() * factors
 
@@ -175,20 +171,20 @@ def mxfp8(rng: np.random.Generator, out: int, into: int) -> Set:
 # ---- 4 bits of OCP's E2M1 ----
 
 
-def _e2m1(code: int) -> float:
+def _e2m1(code):
     """Sign and magnitude, computed from the bits."""
     sign, exponent, mantissa = -1.0 if code & 8 else 1.0, (code >> 1) & 3, code & 1
     magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa * 0.5) * 2.0 ** (exponent - 1)
     return sign * magnitude
 
 
-def _fp4(rng: np.random.Generator, out: int, into: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp4(rng, out, into):
     codes = rng.integers(0, 16, (out, into))
     packed_codes = torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8))
     return packed_codes, torch.tensor([_e2m1(code) for code in range(16)])[codes]
 
 
-def nvfp4(rng: np.random.Generator, out: int, into: int) -> Set:
+def nvfp4(rng, out, into):
     codes, numbers = _fp4(rng, out, into)
     scales = torch.from_numpy(rng.uniform(1, 300, (out, into // 16))).to(torch.float8_e4m3fn)
     global_scale = torch.tensor([2048.5])
@@ -196,7 +192,7 @@ def nvfp4(rng: np.random.Generator, out: int, into: int) -> Set:
     return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": global_scale}, values
 
 
-def mxfp4_packed(rng: np.random.Generator, out: int, into: int) -> Set:
+def mxfp4_packed(rng, out, into):
     (codes, numbers), (exponents, factors) = _fp4(rng, out, into), _exponents(rng, out, into)
     return {"weight_packed": codes, "weight_scale": exponents}, numbers * factors
 
@@ -204,18 +200,18 @@ def mxfp4_packed(rng: np.random.Generator, out: int, into: int) -> Set:
 # ---- bitsandbytes ----
 
 
-def bnb_int8(rng: np.random.Generator, out: int, into: int) -> Set:
+def bnb_int8(rng, out, into):
     codes = torch.from_numpy(rng.integers(-127, 128, (out, into))).to(torch.int8)
     largest = _scales(rng, out, dtype=torch.float32)
     values = codes.float() * largest.view(-1, 1) * (1 / 127)
     return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, values
 
 
-def bnb_nf4(rng: np.random.Generator, out: int, into: int, nested: bool = False) -> Set:
+def bnb_nf4(rng, out, into, nested=False):
     table = torch.from_numpy(np.sort(rng.uniform(-1, 1, 16))).float()
     codes = rng.integers(0, 16, out * into)
     blocks = -(-len(codes) // 64)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [out, into]}
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [out, into]}
     largest = _scales(rng, blocks, dtype=torch.float32)
     stored = {
         "weight": torch.from_numpy((codes[0::2] << 4 | codes[1::2]).astype(np.uint8)).view(-1, 1),
@@ -239,21 +235,21 @@ def bnb_nf4(rng: np.random.Generator, out: int, into: int, nested: bool = False)
     return stored, values.view(out, into)
 
 
-def _gptq_config(bits: int = 4, **more: Any) -> dict[str, Any]:
+def _gptq_config(bits=4, **more):
     return {"quant_method": "gptq", "bits": bits, "group_size": 32, **more}
 
 
-def _awq_config(group_size: int) -> dict[str, Any]:
+def _awq_config(group_size):
     return {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
 
 
-def _compressed(fmt: str, bits: int = 4, **weights: Any) -> dict[str, Any]:
+def _compressed(fmt, bits=4, **weights):
     group = {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}}
     return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
 
 
 # Name -> quantization_config, writer. All take matrices whose sides are multiples of 32.
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int], Set]]] = {
+FORMATS = {
     "gptq-2-bits": (_gptq_config(2), partial(gptq, bits=2)),
     "gptq-3-bits": (_gptq_config(3, checkpoint_format="gptq"), partial(gptq, bits=3)),
     "gptq-4-bits": (_gptq_config(4), gptq),

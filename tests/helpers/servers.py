@@ -1,7 +1,5 @@
 """`flexgen-helm serve` in a process of its own, for tests that ask it over HTTP."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -10,10 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
@@ -31,17 +26,15 @@ sys.exit(main(sys.argv[1:]))
 class Served:
     """A server that answers: its process, and what it has printed."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, lines: list[str]) -> None:
+    def __init__(self, process, port, lines):
         self.process, self.port, self.lines = process, port, lines
         self.url = f"http://127.0.0.1:{port}/v1"
 
     @property
-    def output(self) -> str:
+    def output(self):
         return "".join(self.lines)
 
-    def request(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, timeout: float = 60
-    ) -> tuple[int, Any]:
+    def request(self, method, path, body=None, headers=None, timeout=60):
         """Return status and JSON of an answer; body: bytes as they are, anything else as JSON."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         given = {"Content-Type": "application/json"} if content is not None else {}
@@ -54,13 +47,13 @@ class Served:
         finally:
             connection.close()
 
-    def complete(self, **body: Any) -> Any:
+    def complete(self, **body):
         """Return the body of an answer that must be one."""
         status, answer = self.request("POST", "/v1/completions", body)
         assert status == 200, answer
         return answer
 
-    def stop(self, number: int = signal.SIGINT) -> float:
+    def stop(self, number=signal.SIGINT):
         """Return the seconds that the server takes to end."""
         began = time.monotonic()
         self.process.send_signal(number)
@@ -69,9 +62,7 @@ class Served:
 
 
 @contextmanager
-def serving(
-    folder: Path, home: Path, *flags: str, settings: str = "", key: str | None = None, cwd: Path = ROOT
-) -> Iterator[Served]:
+def serving(folder, home, *flags, settings="", key=None, cwd=ROOT):
     """Serve a model on a free port until the block ends.
 
     settings: statements about `server`, the module. key: in the environment.
@@ -81,11 +72,11 @@ def serving(
     program = _PROGRAM.format(settings=settings)
     command = [*python("all"), "-c", program, "serve", str(folder), "--port", "0", "--device", "cpu", *flags]
     process = subprocess.Popen(command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
+    lines = []
     found, stderr = threading.Event(), process.stderr
     assert stderr is not None
 
-    def read() -> None:
+    def read():
         for line in stderr:
             lines.append(line)
             if line.startswith("serving "):

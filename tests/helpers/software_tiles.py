@@ -4,11 +4,7 @@ A tile register is 16 rows of 64 bytes on the stack of the function that uses it
 those of `tdpbf16ps`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from llvmlite import ir
@@ -20,13 +16,13 @@ from flexgen_helm.kernels.emit import INT32, INT64, LANES, Loop
 _BYTE, _FLOATS, _PAIRS = ir.IntType(8), ir.VectorType(ir.FloatType(), 16), ir.VectorType(INT32, 16)
 
 
-def _row(builder: Any, tile: Any, row: Any, kind: Any) -> Any:
+def _row(builder, tile, row, kind):
     """Point to a row of a tile."""
     address = builder.gep(_tiles(builder), [INT64(0), INT64(tile.constant * 1024)])
     return builder.bitcast(builder.gep(address, [builder.mul(row, INT64(64))]), kind.as_pointer())
 
 
-def _tiles(builder: Any) -> Any:
+def _tiles(builder):
     """Return this function's eight registers; its first use makes them."""
     name = "software_tiles"
     for instruction in builder.function.entry_basic_block.instructions:
@@ -36,17 +32,17 @@ def _tiles(builder: Any) -> Any:
         return builder.alloca(ir.ArrayType(_BYTE, 8 * 1024), name=name)
 
 
-def _load(builder: Any, value: Any) -> Any:
+def _load(builder, value):
     loaded = builder.load(value)
     loaded.align = 4
     return loaded
 
 
-def _store(builder: Any, value: Any, address: Any) -> None:
+def _store(builder, value, address):
     builder.store(value, address).align = 4
 
 
-def _copy_rows(builder: Any, tile: Any, pointer: Any, row_bytes: Any, to_tile: bool) -> None:
+def _copy_rows(builder, tile, pointer, row_bytes, to_tile):
     with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (row, _):
         memory = builder.bitcast(builder.gep(pointer, [builder.mul(row, row_bytes)]), _PAIRS.as_pointer())
         register = _row(builder, tile, row, _PAIRS)
@@ -54,13 +50,13 @@ def _copy_rows(builder: Any, tile: Any, pointer: Any, row_bytes: Any, to_tile: b
         _store(builder, _load(builder, source), target)
 
 
-def _floats(builder: Any, pairs: Any, first: bool) -> Any:
+def _floats(builder, pairs, first):
     """The first or second number of each pair as float32."""
     bits = ir.Constant(_PAIRS, [16 if first else 0xFFFF0000] * 16)
     return builder.bitcast(builder.shl(pairs, bits) if first else builder.and_(pairs, bits), _FLOATS)
 
 
-def _multiply_tiles(builder: Any, sums: Any, a: Any, b: Any) -> None:
+def _multiply_tiles(builder, sums, a, b):
     """Add the products of 32 columns: first numbers of pairs and second ones have a sum each (Intel's manual)."""
     zeros, nothing = ir.Constant(_PAIRS, [0] * 16), ir.Constant(_FLOATS, [0.0] * 16)
     parts = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
@@ -78,7 +74,7 @@ def _multiply_tiles(builder: Any, sums: Any, a: Any, b: Any) -> None:
         _store(builder, builder.fadd(_load(builder, target), builder.fadd(even, odd)), target)
 
 
-def _call(builder: Any, name: str, *arguments: Any) -> None:
+def _call(builder, name, *arguments):
     """Take the place of `amx_loop._call`."""
     match name:
         case "tileloadd64":
@@ -99,7 +95,7 @@ def _call(builder: Any, name: str, *arguments: Any) -> None:
 class _Uncached(Loop):
     """Compiled without numba's cache, which would hand the software's code to a processor that has the unit."""
 
-    def _compile(self, cache: bool) -> int:
+    def _compile(self, cache):
         return super()._compile(cache=False)
 
 
@@ -107,7 +103,7 @@ _multiply_in_software = _Uncached(amx_loop.multiply._function)
 
 
 @contextmanager
-def software_tiles() -> Iterator[None]:
+def software_tiles():
     """Let `kernels.amx` take a processor without the unit for one that has it; skip where vectors are narrower."""
     if LANES < 16:
         pytest.skip("the loop of the matrix unit has vectors of 16 numbers")

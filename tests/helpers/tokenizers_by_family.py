@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -36,7 +35,7 @@ MARK_CHARACTERS = "▁etaoinshrdlucmfwypvbgkjxqzHCASTI0123456789.,!?'\":()-é世
 MARKED_WORDS = [word.replace(" ", "▁") for word in WORDS if word not in ("e\u0301", ").")]
 
 
-def merges_of(words: list[str]) -> list[tuple[str, str]]:
+def merges_of(words):
     return list(dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word))))
 
 
@@ -68,7 +67,7 @@ class Family:
     dummy: str = ""
     single_file: bool = True
 
-    def backend(self) -> Tokenizer:
+    def backend(self):
         if self.marked:
             pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *MARK_CHARACTERS, *map("".join, MARK_MERGES)]
         else:
@@ -92,7 +91,7 @@ class Family:
             backend.post_processor = begin_with(self.bos, backend.token_to_id(self.bos))
         return backend
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder):
         """Save as the family's repository has it."""
         folder.mkdir(parents=True)
         (folder / "tokenizer_config.json").write_text(json.dumps(self.config), encoding="utf-8")
@@ -103,18 +102,18 @@ class Family:
         return folder
 
 
-def begin_with(bos: str, bos_id: int) -> processors.TemplateProcessing:
+def begin_with(bos, bos_id):
     return processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, bos_id)])
 
 
 # ---- the families ----
 
 
-def _added(*texts: str, special: bool = True, **options: bool) -> tuple[AddedToken, ...]:
+def _added(*texts, special=True, **options):
     return tuple(AddedToken(text, **{"normalized": False, "special": special, **options}) for text in texts)
 
 
-def _pieces(pattern: str) -> pre_tokenizers.PreTokenizer:
+def _pieces(pattern):
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
 
@@ -128,7 +127,7 @@ _LLAMA_CONFIG = {
 }  # fmt: skip
 
 
-def _sentencepiece(config: dict[str, Any], **changes: Any) -> Family:
+def _sentencepiece(config, **changes):
     steps = {
         "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), _MARK]),
         "pre_tokenizer": None,

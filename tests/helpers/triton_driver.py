@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,29 +35,29 @@ class RecordingDriver:
     capability: int
     launched: list[Launched] = field(default_factory=list)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return self.capability  # Triton caches kernels by device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self):
         return GPUTarget("cuda", self.capability, 32)
 
-    def get_active_torch_device(self) -> torch.device:
+    def get_active_torch_device(self):
         return torch.device("cpu")
 
     @property
-    def utils(self) -> Any:
+    def utils(self):
         return SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[self.capability]},
             load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),
             unload_module=lambda module: None,
         )
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+    def launcher_cls(self, source, metadata):
         # A compiled kernel keeps its launcher, whichever driver is active later.
-        def launch(x: int, y: int, z: int, *rest: Any) -> None:
+        def launch(x, y, z, *rest):
             kernels = source.fn.device_caches[self.capability][0].values()
             kernel = next(kernel for kernel in kernels if kernel.src is source)
             driver.active.launched.append(Launched(kernel, (x, y, z), rest))
@@ -68,7 +66,7 @@ class RecordingDriver:
 
 
 @contextmanager
-def recording_driver(capability: int) -> Iterator[RecordingDriver]:
+def recording_driver(capability):
     """Launch nowhere; kernels are compiled for `capability`."""
     recording, before = RecordingDriver(capability), driver._active
     driver.set_active(recording)
@@ -86,7 +84,7 @@ class Resources:
     stack_bytes: int
 
 
-def resources(kernel: Any, folder: Path) -> Resources:
+def resources(kernel, folder):
     """Read the resources from a compiled kernel's binary."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
@@ -96,6 +94,6 @@ def resources(kernel: Any, folder: Path) -> Resources:
     return Resources(int(registers), int(stack))
 
 
-def instructions(kernel: Any, pattern: str) -> Counter[str]:
+def instructions(kernel, pattern):
     """Count the instructions of a compiled kernel that match, by name."""
     return Counter(re.findall(rf"^\s*(?:@%\w+ )?((?:{pattern})[\w.:]*)", kernel.asm["ptx"], re.MULTILINE))

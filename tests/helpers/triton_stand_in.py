@@ -1,19 +1,13 @@
 """What a launch of a Triton kernel does, by plain torch: for devices that have no Triton, with all of its host code."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers
 from flexgen_helm.quant.packing import dequantize
-from flexgen_helm.quant.triton_launches import Launch
 
 
-def run(launch: Launch, packed: Tensor, out: Tensor, layout: Tensor, *_: object) -> None:
+def run(launch, packed, out, layout, *_):
     """Stand in for `Launch.run`."""
     if launch.kernel.__name__ == "dequantize_blocks":
         out.copy_(decode(packed, block_format(launch.constants, layout)))
@@ -23,10 +17,10 @@ def run(launch: Launch, packed: Tensor, out: Tensor, layout: Tensor, *_: object)
     out.copy_(dequantize(packed, fmt, *out.shape))
 
 
-def block_format(given: dict[str, Any], layout: Tensor) -> BlockFormat:
+def block_format(given, layout):
     """Return the format that a launch's constants and layout describe."""
 
-    def numbers(first: int, count: int, widths: tuple[int, ...], values: int | str) -> Numbers:
+    def numbers(first, count, widths, values):
         found = layout[first : first + len(widths) * count].view(len(widths), count)
         parts = tuple(Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist())) for w, at in zip(widths, found))
         if isinstance(values, str):

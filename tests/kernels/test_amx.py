@@ -1,7 +1,5 @@
 """Products by the matrix unit equal those in float64 as well as float32 can, on any number of threads."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -35,7 +33,7 @@ def any_number_of_rows(monkeypatch):
     monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 
-@settings(deadline=None, max_examples=share_of(25, 2))
+@settings(max_examples=share_of(25, 2))
 @given(
     rows=st.one_of(st.integers(1, 70), st.integers(100, 300)),
     steps=st.integers(1, 120),
@@ -45,7 +43,13 @@ def any_number_of_rows(monkeypatch):
     threads=st.integers(1, 6),
 )
 def test_any_shape(rows, steps, outputs, dtype, has_bias, threads):
-    x, weight = operands(rows, 32 * steps, outputs, dtype)
+    """Of parts of larger operands: nothing beyond them is read into a result."""
+    x, weight = operands(rows + 4, 32 * steps + 64, outputs + 4, dtype)
+    inside = slice(2, -2), slice(32, -32)
+    for operand in (x, weight):
+        kept = operand[inside].clone()
+        operand.fill_(torch.nan)[inside] = kept
+    x, weight = x[inside], weight[inside]
     bias = torch.randn(outputs) if has_bias else None
     torch.set_num_threads(threads)
     assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
@@ -61,7 +65,7 @@ def test_sums_of_one_sign_are_as_exact_as_the_librarys(dtype):
     assert ours.max() <= 3 * librarys.max() and ours.mean() <= 3 * librarys.mean()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 200),
     steps=st.one_of(st.integers(1, 20), st.integers(48, 110)),
@@ -80,20 +84,6 @@ def test_several_matrices_at_once(rows, steps, outputs, dtype, threads):
     for y, matrix in zip(found, weights, strict=True):
         assert_is_product(y, x, matrix, None)
         assert torch.equal(y, amx_matmul(x, matrix))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_as_exact_as_a_product_in_float32(dtype):
-    """Not only within a bound: the errors of both are about the same on average."""
-    x, weight = operands(64, 2048, 256, dtype)
-    exact = x.double() @ weight.double().t()
-    y = amx_matmul(x, weight)
-    assert y is not None
-    ours, library = (float((one - exact).pow(2).mean().sqrt()) for one in (y, x @ weight.float().t()))
-    assert ours <= 3 * library, "3 times the terms have rounded sums"
-    two_parts = x - (x.view(torch.int32) & 0xFFFF).sign() * 2.0**-17 * x.abs()  # the bound sees what a part less loses
-    lost = float((two_parts.double() @ weight.double().t() - exact).pow(2).mean().sqrt())
-    assert lost > 3 * library
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,16 +116,6 @@ def test_every_bit_of_x_counts(exponent):
     weight[3, 5] = 1.0
     y = amx_matmul(x, weight)
     assert y is not None and torch.equal(y[:, 3], numbers)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_parts_of_larger_ones(dtype):
-    """Nothing beyond them is read into a result, and nothing beyond the result is written."""
-    x, weight = operands(40, 256, 150, dtype)
-    x[:, :64] = x[:, 192:] = float("nan")
-    x[:2] = x[37:] = float("nan")
-    x, weight = x[2:37, 64:192], weight[3:147, 64:192]
-    assert_is_product(amx_matmul(x, weight), x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,7 +176,7 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch):
 
 @pytest.mark.parametrize(("width", "threads"), [(64, 1), (4096, 4), (14336, 4), (14336, 64)])
 def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
-    asked: list[int] = []
+    asked = []
     memory = amx._memory
     monkeypatch.setattr(amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes))
     x, weight = operands(700, width, 33, torch.float32)

@@ -1,23 +1,25 @@
 """Compiled loops, whatever they compute: errors reach the caller, and what cannot be compiled is left to PyTorch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from flexgen_helm.errors import LoopError
-from flexgen_helm.kernels import layer_rows, team
+from flexgen_helm.kernels import attention, layer_rows, team
+from flexgen_helm.kernels.trial import loops_in_use
+from flexgen_helm.quant import block_products, kernels, packing
+from flexgen_helm.quant.formats import BLOCK_FORMATS
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("flexgen_helm.kernels.emit")
+from flexgen_helm.kernels import attention_loop, layer_loop
 from flexgen_helm.kernels.emit import Loop, done, part_of_thread
+from flexgen_helm.quant import numba_kernels, packing_loop
 
 
 @Loop
@@ -68,6 +70,32 @@ def test_memory_of_loops_does_not_follow_the_default_dtype(threads, dtype):
     torch.testing.assert_close(results[1], F.rms_norm(x, (96,), None, 1e-5))
 
 
+@Loop
+def writes_nothing(address):
+    done(address, part_of_thread(address)[0])
+
+
+TRIED = [
+    (attention.loops, attention_loop, "attend"),
+    *((layer_rows.loops, layer_loop, f"{name}_rows") for name in ("norm", "rotate", "combine", "bias", "put")),
+    *((kernels.loops, numba_kernels, name) for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")),
+    (packing.loops, packing_loop, "pack_columns"),
+    (block_products.loops(BLOCK_FORMATS["Q6_K"]), block_products, "run_on_threads"),
+]
+
+
+@pytest.mark.parametrize(("loops", "owner", "name"), TRIED)
+def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, loops, owner, name):
+    """As on a processor that we do not know. `test_vector_products.py` has other faults, and what is said."""
+    module = loops()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, (lambda *given: None) if name == "run_on_threads" else writes_nothing)
+        loops.forget()
+        assert loops() is None and "it computes wrong numbers" in loops_in_use.values()
+    loops.forget()
+    assert loops() is module
+
+
 # A product, and what the record says of its loop.
 TRIALS = """
 import json, sys
@@ -83,7 +111,7 @@ print(json.dumps([trial.loops_in_use, messages]))
 """
 
 
-def tried(cache: Path, first: str = "", **variables: str):
+def tried(cache, first="", **variables):
     done = subprocess.run(
         [*python("all"), "-c", TRIALS.format(first=first)], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "NUMBA_CACHE_DIR": str(cache), **variables},

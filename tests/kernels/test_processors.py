@@ -1,7 +1,5 @@
 """The compiled loops as numba makes them for other processors: fewer registers, narrower vectors, no 16-bit numbers."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """What multiplies on a host does not depend on a measurement, and rows do not depend on one another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

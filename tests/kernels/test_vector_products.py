@@ -1,7 +1,5 @@
 """Products by vectors equal those in float64, and a row's bits depend on that row alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ emit = pytest.importorskip("flexgen_helm.kernels.emit")
 DTYPES = [torch.bfloat16, torch.float32, *([torch.float16] if emit.CONVERTS_HALVES else [])]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 70),
     width=st.one_of(st.integers(1, 100), st.integers(1, 700)),
@@ -62,17 +60,6 @@ def test_every_number_of_16_bits(dtype):
     assert not y[0][~numbers].isfinite().any()
 
 
-def test_every_output_is_computed_once_by_each_number_of_threads():
-    """A thread that computes nothing, or another's part, changes the result."""
-    for outputs in (1, 3, 4, 5, 1023, 1024, 1025):
-        x, weight = operands(3, 512, outputs, torch.bfloat16)
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(vector_matmul(x, weight))
-        assert all(torch.equal(results[0], found) for found in results[1:])
-
-
 def test_what_it_does_not_take():
     x, weight = operands(3, 128, 10, DTYPES[0])
     assert vector_matmul(x, weight) is not None
@@ -86,11 +73,11 @@ def test_what_it_does_not_take():
 def test_loops_that_fail_their_trial_are_not_used(monkeypatch, fault):
     """Whatever they compute: a numba or a processor that we do not know."""
 
-    def broken(*given: object) -> None:
+    def broken(*given):
         if fault == "raises":
             raise AttributeError("no such type in this LLVM")
 
-    messages: list[str] = []
+    messages = []
     x, weight = operands(3, 128, 10, DTYPES[0])
     vector_products.loops.forget()
     try:

@@ -1,7 +1,5 @@
 """The packed KV cache: what every query sees, against a slow direct formula, and the same on every path."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -98,7 +96,7 @@ def direct(q, k, v, fmt, scale, slopes, start, window):
     st.booleans(),
     st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=16)
+@settings(max_examples=16)
 def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, alibi, seed):
     fmt, draw = FORMATS[name], torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
@@ -117,7 +115,7 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
 
 
 @given(st.sampled_from(list(FORMATS)), st.integers(1, 5), st.integers(0, 5))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_token_groups_come_back(name, groups, seed):
     fmt = FORMATS[name]
     codec = QuantizedCodec(fmt, 3, 16, torch.float32)

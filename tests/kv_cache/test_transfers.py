@@ -1,7 +1,5 @@
 """Fetches and stores of one layer keep the order in which they were submitted, whichever thread is faster."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -19,14 +17,14 @@ LAYER = 3
 class Scripted(HostStorage):
     """A storage whose fetches and stores are the test's."""
 
-    def fetch(self, layer: int, step) -> None:
+    def fetch(self, layer, step):
         self._fetch = lambda layer, counts, units, room: (10, step)
         self.prefetch(layer, ahead=True)
 
-    def store(self, layer: int, step) -> None:
+    def store(self, layer, step):
         self._store(layer, (torch.zeros(10),), step)
 
-    def wait(self, layer: int) -> None:
+    def wait(self, layer):
         self._fetched(layer)
 
 
@@ -45,10 +43,10 @@ def transfers(tmp_path):
 class Step:
     """A transfer that begins, waits until it is let go, and ends."""
 
-    def __init__(self, log: list[str], name: str) -> None:
+    def __init__(self, log, name):
         self.log, self.name, self.begun, self.let_go = log, name, threading.Event(), threading.Event()
 
-    def __call__(self, after: object = None) -> None:
+    def __call__(self, after=None):
         self.log.append(f"{self.name} begins")
         self.begun.set()
         assert self.let_go.wait(20)
@@ -56,7 +54,7 @@ class Step:
 
 
 def test_a_store_waits_for_a_fetch_before_it(transfers):
-    log: list[str] = []
+    log = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
     transfers.fetch(LAYER, fetch)
     transfers.store(LAYER, store)
@@ -69,7 +67,7 @@ def test_a_store_waits_for_a_fetch_before_it(transfers):
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_a_fetch_waits_for_a_store_before_it(transfers, waits_first):
     """Also where the computing thread waits for that store already."""
-    log: list[str] = []
+    log = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
     transfers.store(LAYER, store)
     transfers.fetch(LAYER, fetch)
@@ -83,7 +81,7 @@ def test_a_fetch_waits_for_a_store_before_it(transfers, waits_first):
 
 
 def test_other_layers_wait_for_nothing(transfers):
-    log: list[str] = []
+    log = []
     fetch, store = Step(log, "fetch"), Step(log, "store")
     transfers.fetch(LAYER, fetch)
     transfers.store(LAYER + 1, store)
@@ -92,7 +90,7 @@ def test_other_layers_wait_for_nothing(transfers):
 
 
 def test_the_error_of_a_store_meets_every_later_fetch(transfers):
-    def no_memory(after: object) -> None:
+    def no_memory(after):
         raise MemoryError
 
     transfers.store(LAYER, no_memory)

@@ -3,12 +3,8 @@
 `tests/engine/test_parity.py` compares all tiny models with `transformers`.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from tests.helpers.tiny_models import VARIANTS
 PROMPT = prompts(1, 1, seed=3)[0] + prompts(1, 1, seed=4)[0] * 3 + [5, 9, 77, 200, 31, 8, 60, 44, 5, 9, 100, 12] * 4
 
 
-def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
+def switched_off(record):
     """The record with one field set to its default, for each that differs; with those of its own records."""
     for field in fields(record):
         value = getattr(record, field.name)
@@ -35,7 +31,7 @@ def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{field.name}.{name}", replace(record, **{field.name: changed})
 
 
-def difference(monkeypatch: pytest.MonkeyPatch, model: Any, config: DecoderConfig) -> float:
+def difference(monkeypatch, model, config):
     """Largest difference of a log-probability from `transformers` if the folder's record were `config`.
 
     Infinite if the checkpoint is refused, as it is if the record wants tensors that it lacks or stores in other shapes.
@@ -53,7 +49,7 @@ def difference(monkeypatch: pytest.MonkeyPatch, model: Any, config: DecoderConfi
     return max(abs(score - reference[i, token].item()) for i, (score, token) in enumerate(zip(scores, PROMPT[1:])))
 
 
-def is_inseparable(config: DecoderConfig, name: str) -> bool:
+def is_inseparable(config, name):
     """Whether a field cannot be switched off alone.
 
     LongRoPE has a factor for each pair of `dim`; its original context bounds the prompt and enters no equation. A head
@@ -97,22 +93,6 @@ def test_every_field_of_the_record_is_on_in_a_tiny_model(tiny):
     optional -= {"chunked"}  # of models that run by the modules of transformers
     configs = [folder.read_config(tiny(variant).path)[1] for variant in VARIANTS]
     assert optional == {name for config in configs for name, _ in switched_off(config) if "." not in name}
-
-
-def test_a_longer_distance_costs_score_only_with_alibi(tiny):
-    """Without ALiBi BLOOM's record wants a table of positions and is refused; so the slopes are set to 0 here."""
-    from flexgen_helm.models import decoder
-
-    model = tiny("bloom")
-    prompt = prompts(1, 60, seed=8)[0] + prompts(1, 60, seed=9)[0]
-    request = GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "alibi_slopes", lambda heads: torch.zeros(heads))
-        with Engine.from_pretrained(model.path, unverified=True) as engine:
-            flat = engine.run([request])[0].prompt_logprobs
-    with Engine.from_pretrained(model.path, unverified=True) as engine:
-        sloped = engine.run([request])[0].prompt_logprobs
-    assert max(abs(a - b) for a, b in zip(flat[1:], sloped[1:])) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

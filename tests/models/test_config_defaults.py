@@ -3,10 +3,7 @@
 `save_pretrained` writes every entry, so no test of a saved model reaches these defaults. Published files omit some.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,14 +11,14 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.config_check import check_config
-from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
+from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.tiny_models import VARIANTS
 
 # Every published file has them, and our reader requires them.
 ALWAYS_THERE = {"model_type", "architectures", "vocab_size", "transformers_version", "torch_dtype", "dtype"}
 
 
-def read(config: dict[str, Any]) -> DecoderConfig | str:
+def read(config):
     """Our record of a configuration, or the kind of error that refuses it."""
     try:
         return architecture_of_config(config).read_config(config)
@@ -46,7 +43,7 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(name):
     assert not wrong, f"these defaults differ from those of transformers: {wrong}"
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     {"num_layers": 2.0}, {"num_layers": True}, {"norm_eps": "1e-5"}, {"norm_eps": None}, {"norm_eps": float("nan")},
     {"gated_mlp": 1}, {"activation": "tanh"}, {"windows": [4]}, {"windows": (4, "4")}, {"attn_softcap": False},
     {"rope": RopeConfig(factors=(1, "2"))}, {"experts": MoEConfig(4, 2, 8, dense_layers=(None,))},

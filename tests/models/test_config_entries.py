@@ -4,14 +4,9 @@ An entry that `transformers` applies and the engine ignores, or the other way ro
 The weights have biases and a head for every architecture, so that an entry that turns them on finds them.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +23,13 @@ from tests.helpers.shares import share
 from tests.helpers.tiny_models import gemma3_with_images
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [30, 2], [5, 9, 31, 7, 7, 7, 1, 2, 3]]
-SIZES: dict[str, Any] = dict(
+SIZES = dict(
     vocab_size=33, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=0,
     pad_token_id=0,
 )  # fmt: skip
 # Class -> configuration class, and what its sizes lack.
-CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+CLASSES = {
     "LlamaForCausalLM": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
     "MistralForCausalLM": ("MistralConfig", dict(sliding_window=7)),
     "MixtralForCausalLM": ("MixtralConfig", dict(num_local_experts=4, sliding_window=7, head_dim=12)),
@@ -62,7 +57,7 @@ IGNORED = {
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Entries that no configuration here has by default, or none with these values.
-ENTRIES: dict[str, list[Any]] = {
+ENTRIES = {
     "partial_rotary_factor": [0.5],
     "rotary_pct": [0.5],
     "rotary_emb_base": [333],
@@ -101,7 +96,7 @@ ENTRIES: dict[str, list[Any]] = {
     "rope_scaling": [None, {}],
     "text_config": [None],
 }
-KIND: dict[str, dict[str, Any]] = {
+KIND = {
     "default": {},
     "linear": dict(factor=3.0),
     "llama3": dict(factor=3.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=20),
@@ -123,7 +118,7 @@ KIND: dict[str, dict[str, Any]] = {
 }
 
 
-def with_factors(kind: str, pairs: int) -> dict[str, Any]:
+def with_factors(kind, pairs):
     """The parameters of a kind, with a factor for each pair of elements where it has some."""
     if kind.strip() not in ("longrope", "su"):
         return KIND[kind]
@@ -134,7 +129,7 @@ def with_factors(kind: str, pairs: int) -> dict[str, Any]:
     }
 
 
-def ropes(name: str, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def ropes(name, base):
     """Changes of a configuration that write a rotation in the ways of both versions of `transformers`."""
     head = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
     without, beside = {"rope_parameters": REMOVED}, {"rope_theta": 50.0, "rope_local_base_freq": 9.0}
@@ -165,7 +160,7 @@ DEFAULT = {"rope_type": "default"}
 REMOVED = object()
 
 
-def variations(key: str, value: Any) -> Iterator[Any]:
+def variations(key, value):
     """Other values of an entry, of all types that it may have."""
     yield REMOVED
     yield None
@@ -181,7 +176,7 @@ def variations(key: str, value: Any) -> Iterator[Any]:
         yield from (value[::-1], value[:-1])
 
 
-def changes(name: str) -> Iterator[dict[str, Any]]:
+def changes(name):
     """All changes of the configuration of a class."""
     base, foreign = configuration(name), {}
     for relative in CLASSES:
@@ -200,13 +195,13 @@ def changes(name: str) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def configuration(name: str) -> dict[str, Any]:
+def configuration(name):
     kind, sizes = CLASSES[name]
     content = getattr(transformers, kind)(**{**SIZES, **sizes}).to_dict()
     return json.loads(json.dumps({**content, "architectures": [name]}))
 
 
-def save(name: str, folder: Path) -> None:
+def save(name, folder):
     """Save a random model of a class, with biases of every matrix, whether it has them or not."""
     kind, sizes = CLASSES[name]
     torch.manual_seed(0)
@@ -224,16 +219,16 @@ def save(name: str, folder: Path) -> None:
     save_file(tensors, folder / SINGLE, {"format": "pt"})
 
 
-def write_config(name: str, folder: Path, changed: dict[str, Any]) -> None:
+def write_config(name, folder, changed):
     content = {**configuration(name), **changed}
     content = {key: value for key, value in content.items() if value is not REMOVED}
     (folder / CONFIG).write_text(json.dumps(content))
 
 
-def outcome(name: str, folder: Path, changed: dict[str, Any]) -> Any:
+def outcome(name, folder, changed):
     """The largest difference of a log-probability, or who refuses the configuration, and how."""
     write_config(name, folder, changed)
-    cls: Any = getattr(transformers, name)
+    cls = getattr(transformers, name)
     try:
         with torch.no_grad():
             model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -264,7 +259,7 @@ def biases_of_other_configurations(monkeypatch):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     @cache
-    def folder(name: str) -> Path:
+    def folder(name):
         path = tmp_path_factory.mktemp(name)
         save(name, path)
         return path
@@ -277,7 +272,7 @@ def folders(tmp_path_factory):
 ROTARY = ("LlamaForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "Gemma3ForCausalLM")
 LONGROPE = dict(rope_type="longrope", rope_theta=50.0, original_max_position_embeddings=20)
 # What releases of the engine once got wrong; the whole matrix is below.
-FOUND: list[tuple[str, dict[str, Any]]] = [
+FOUND = [
     *((name, {"partial_rotary_factor": 0.5}) for name in ROTARY),
     *((name, {"rope_parameters": REMOVED, "rope_theta": 50.0, "partial_rotary_factor": 0.5}) for name in ROTARY),
     ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 3.0, "rope_theta": 9.0}}),
@@ -356,8 +351,8 @@ def test_longrope_is_served_up_to_the_original_context(name, attention, folders)
     """Beyond it every token has other keys, those of shorter texts beside included; such a text is refused alone."""
     pairs = 2 if name == "GPTNeoXForCausalLM" else 6
     factors = {"short_factor": [1 + i / 4 for i in range(pairs)], "long_factor": [4.0 + i for i in range(pairs)]}
-    rope: dict[str, Any] = {**LONGROPE, **factors, **attention}
-    changed: dict[str, Any] = {"rope_parameters": {FULL: rope} if name == "Gemma3ForCausalLM" else rope}
+    rope = {**LONGROPE, **factors, **attention}
+    changed = {"rope_parameters": {FULL: rope} if name == "Gemma3ForCausalLM" else rope}
     if name == "Phi3ForCausalLM":  # whose default stands beside the parameters
         changed["original_max_position_embeddings"] = 20
     found = outcome(name, folders(name), changed)

@@ -1,7 +1,5 @@
 """Root-mean-square norms: the native one, and those of `transformers` that it stands in for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Layers that keep a state of each sequence (Qwen3.5, Falcon-H1): nothing is lost, and nothing taken in twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Hidden states that wait between stages: every row comes back, and no tier takes more than it has room for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

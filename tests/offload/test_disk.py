@@ -1,7 +1,5 @@
 """The disk tier: what is written is read, directly or not; what breaks is one clear sentence; dead runs are swept."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -29,10 +27,8 @@ from tests.helpers.parity import assert_same
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import small_disk
 
-FINGERPRINT = "f" * 64
 
-
-def page(*values: int) -> torch.Tensor:
+def page(*values):
     """Aligned bytes, a page for each value."""
     buffer = pages(len(values) * ALIGNMENT)
     for i, value in enumerate(values):
@@ -138,7 +134,7 @@ where.close()
 """
 
 
-def holder(folder: Path, value: int = 1) -> tuple[subprocess.Popen[str], str]:
+def holder(folder, value=1):
     """A process that holds a run in the directory, and the run's name."""
     process = subprocess.Popen(
         [*python("all"), "-c", HOLDER, str(folder), str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -147,7 +143,7 @@ def holder(folder: Path, value: int = 1) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir() if path.name != ".lock"}
 
 
@@ -201,14 +197,14 @@ def test_packed_weights_that_cannot_be_kept_are_packed_in_memory(tiny, tmp_path,
 # Weights files.
 
 
-def matrix(seed: int, size: int = 3000) -> torch.Tensor:
+def matrix(seed, size=3000):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).half()
 
 
 class Tiles:
     """Tiles of a tensor that know whether they were read."""
 
-    def __init__(self, tensor: torch.Tensor, cut: int = 1000) -> None:
+    def __init__(self, tensor, cut=1000):
         self.tensor, self.cut, self.was_read = tensor, cut, False
 
     def __iter__(self):
@@ -216,7 +212,7 @@ class Tiles:
         yield from self.tensor.split(self.cut)
 
 
-def ensured(folder: Path, tiles: Tiles):
+def ensured(folder, tiles):
     """The tensor that the file holds, through `WeightFiles` alone."""
     files = WeightFiles(folder)
     size = tiles.tensor.numel() * 2
@@ -320,16 +316,14 @@ except FlexgenError as error:
 ON_DISK = {"weights": "4x2,0,0,0,100,0,100", "cache": "4x2,0,100,0,0,0,100"}
 
 
-def run_engine(
-    model: Path, folder: Path, limit: int, policy: str, precision: str = "fp16"
-) -> subprocess.CompletedProcess[str]:
+def run_engine(model, folder, limit, policy, precision="fp16"):
     return subprocess.run(
         [*python("all"), "-c", ENGINE, str(model), str(folder), str(limit), policy, precision], capture_output=True,
         text=True, timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
-def answers(tiny, folder: Path, on_disk: str | None, precision: str = "fp16") -> list[tuple[int, ...]]:
+def answers(tiny, folder, on_disk, precision="fp16"):
     """What the engine draws, here in this process."""
     policy, limits = ON_DISK[on_disk] if on_disk else "auto", MemoryLimits(cpu=64 << 20, disk=256 << 20)
     options = dict(policy=policy, offload_dir=folder, limits=limits, precision=precision)

@@ -1,7 +1,5 @@
 """When memory runs out, a transfer fails or the process dies: the same answers in the end, or one clear error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +15,7 @@ from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from tests.helpers.faults import replaced
 from tests.helpers.layers import replace_layers
+from tests.helpers.offload import claims
 from tests.helpers.parity import assert_same, prompts
 
 MIB = 1 << 20
@@ -29,7 +28,7 @@ NO_MEMORY = {
 }
 
 
-def workload() -> list[GenerationRequest]:
+def workload():
     """Of each kind: scoring, one token, greedy, sampled, several completions over one prompt."""
     kinds = [dict(max_tokens=0), dict(max_tokens=1), dict(max_tokens=6), dict(max_tokens=5, temperature=0.9),
              dict(max_tokens=4, temperature=0.9, n=3)]  # fmt: skip
@@ -50,12 +49,15 @@ def offloaded(tiny, folder, schedule="zigzag", policy="6x2,0,0,0,100,0,0", **opt
     return Engine.from_pretrained(tiny("llama").path, policy=policy, schedule=schedule, offload_dir=folder, **options)
 
 
-def assert_idle(engine) -> None:
+def assert_same_tokens(found, expected):
+    tokens = [[[c.token_ids for c in result.completions] for result in results] for results in (found, expected)]
+    assert tokens[0] == tokens[1]
+
+
+def assert_idle(engine):
     """Only the weights, their staging ring and the loaders' buffers are claimed."""
-    for ledger in engine._tiers.ledgers.values():
-        ledger.check()
-        assert set(ledger.by_kind()) <= {"weights", "staging", "buffers"}
-    assert sum("staging" in ledger.by_kind() for ledger in engine._tiers.ledgers.values()) <= 1
+    kinds = [kind for tier in claims(engine).values() for kind in tier]
+    assert {*kinds} <= {"weights", "staging", "buffers"} and kinds.count("staging") <= 1
 
 
 # Where memory runs out: between items, in the layers' or the head's products, and in threads that load.
@@ -147,9 +149,6 @@ def test_a_cache_that_cannot_be_stored_is_never_read_as_if_it_were(tiny, expecte
         assert_same(engine.run(workload()), expected)
 
 
-# Killed at random points. One process imports everything and forks the victims, which costs milliseconds each.
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("precision, mib", [("fp16", 0.4), ("4bit", 0.8), ("paper-4bit", 1.6)])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
@@ -166,9 +165,7 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     ) as engine:
         results = engine.run(requests)
         assert 0 < engine.last_run["peak_bytes"]["disk"] <= limits.disk
-    assert [[c.token_ids for c in r.completions] for r in results] == [
-        [c.token_ids for c in r.completions] for r in expected
-    ]
+    assert_same_tokens(results, expected)
 
 
 @pytest.mark.fast(3)
@@ -194,10 +191,6 @@ def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatc
                 except MemoryLimitError as error:
                     assert "cannot be divided" in str(error) or "cache was stored" in str(error)
                 else:
-                    assert [r.completions[0].token_ids for r in results if r.completions] == [
-                        r.completions[0].token_ids for r in expected if r.completions
-                    ]
+                    assert_same_tokens(results, expected)
             assert_idle(engine)
             assert once.calls  # the fault was on the way
-        left = {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}
-    assert not any("cache" in kinds for kinds in left.values())

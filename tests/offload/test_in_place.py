@@ -1,7 +1,5 @@
 """Matrices that a file of the checkpoint has as they are used are read from there: no second copy, the same answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter
@@ -66,7 +64,7 @@ def test_another_disk_gets_weight_files_of_its_own(tiny, tmp_path):
 
 
 def test_values_are_checked_once_and_again_for_other_weights(copy, tmp_path, monkeypatch):
-    reads: Counter[str] = Counter()
+    reads = Counter()
     honest = SafetensorsCheckpoint._read_tiles
 
     def counted(self, name):

@@ -1,31 +1,32 @@
 """Any placement, schedule, block and limit: the same answers as in memory."""
 
-from __future__ import annotations
-
 import random
 import time
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, MemoryLimits, Policy
-from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies, workload
+from flexgen_helm.quant.precisions import PRECISIONS
+from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies, with_expert_slots, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS
 
+PACKED = [name for name, precision in PRECISIONS.items() if precision.weights is not None]
+
 
 @pytest.fixture(scope="module")
 def in_memory(tiny):
-    """in_memory(variant, seed) -> what the resident engine answers."""
-    known = {}
+    """in_memory(variant, seed, precision) -> what the resident engine answers."""
 
-    def get(variant, seed=0):
-        if (variant, seed) not in known:
-            with Engine.from_pretrained(tiny(variant).path) as engine:
-                known[variant, seed] = engine.run(workload(seed))
-        return known[variant, seed]
+    @cache
+    def get(variant, seed=0, precision="fp16"):
+        with Engine.from_pretrained(tiny(variant).path, precision=precision) as engine:
+            return engine.run(workload(seed))
 
     return get
 
@@ -44,10 +45,12 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     assert_same(results, in_memory(variant))
 
 
-@settings(max_examples=share_of(12, 2))
+@settings(max_examples=share_of(24, 2))
 @given(
     policy=policies(),
-    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
+    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]),
+    precision=st.sampled_from(["fp16", "fp16", *PACKED]),
+    slots=st.sampled_from([1, 2, 7, 100]),
     compute_mib=st.sampled_from([4, 8, 64]),
     seed=st.integers(0, 3),
     options=st.fixed_dictionaries(
@@ -60,11 +63,20 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     ),
 )
 def test_any_placement_gives_the_answers_of_the_resident_engine(tiny, in_memory, tmp_path, **drawn):
-    variant, seed, options, compute = drawn["variant"], drawn["seed"], drawn["options"], drawn["compute_mib"] * MIB
+    """slots: of experts that are offloaded. Packed weights beside a whole cache: `tests/kv_cache` is about that."""
+    variant, seed, precision = drawn["variant"], drawn["seed"], drawn["precision"]
+    options, compute = (
+        drawn["options"],
+        64 * MIB if variant.startswith(("mixtral", "qwen3-moe")) else drawn["compute_mib"] * MIB,
+    )
     limits = MemoryLimits(gpu=compute, cpu=64 * MIB if options["device"] == "sim" else compute, disk=256 * MIB)
-    with offloaded(tiny, variant, tmp_path, drawn["policy"], limits=limits, **options) as engine:
-        results = engine.run(workload(seed))
-    assert_same(results, in_memory(variant, seed))
+    with pytest.MonkeyPatch.context() as patch:
+        with_expert_slots(patch, drawn["slots"])
+        patch.setitem(PRECISIONS, precision, replace(PRECISIONS[precision], cache=None))
+        more = {"limits": limits, "precision": precision}
+        with offloaded(tiny, variant, tmp_path, drawn["policy"], **options, **more) as engine:
+            results = engine.run(workload(seed))
+        assert_same(results, in_memory(variant, seed, precision))
 
 
 def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch):

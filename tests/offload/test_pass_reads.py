@@ -1,6 +1,6 @@
 """What progress says of a pass: its layer, what it has read of how many bytes, and how fast the disk is."""
 
-from __future__ import annotations
+import itertools
 
 import pytest
 
@@ -13,12 +13,12 @@ from flexgen_helm.request import GenerationRequest
 class Clock:
     now = 100.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(transfer_stats, "time", clock)
     return clock
@@ -79,13 +79,12 @@ def test_an_engine_says_where_its_pass_is_and_what_it_has_read(tiny, tmp_path, m
         read, layers = engine.last_run["bytes"]["disk_to_cpu"]["weights"], engine.config.num_layers
         on_disk = sum(engine.placement.bytes_on("disk").values())
     assert [p.num_passes for p in seen] == sorted(p.num_passes for p in seen) and seen[-1].num_passes == 4
-    for number in range(1, 5):
-        of_pass = [p for p in seen if p.num_passes == number]
-        visited = [p.layer for p in of_pass]
-        assert {*visited} == {*range(1, layers + 1)} and {p.num_layers for p in of_pass} == {layers}
+    for _, reports in itertools.groupby(seen, key=lambda p: p.num_passes):
+        reports = list(reports)
+        visited, amounts = [p.layer for p in reports], [p.read_bytes for p in reports]
+        assert {*visited} == {*range(1, layers + 1)} and {p.num_layers for p in reports} == {layers}
         assert (visited == sorted(visited)) == (schedule == "zigzag"), "row takes a batch through all layers first"
-        amounts = [p.read_bytes for p in of_pass]
-        assert amounts == sorted(amounts) and amounts[-1] <= of_pass[-1].pass_bytes
+        assert amounts == sorted(amounts) and amounts[-1] <= reports[-1].pass_bytes
     assert seen[0].pass_bytes == on_disk and read > 2 * on_disk
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         engine.run(requests, progress=seen.append)

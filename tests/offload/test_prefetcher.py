@@ -1,7 +1,5 @@
 """The weight prefetcher: every use gets the bytes, each is fetched as often as promised, and nothing hangs."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -20,22 +18,22 @@ from tests.helpers.offload import tiers_of, within
 class Source:
     """Matrices of known bytes, and a count of what was fetched of each; with delays and failures."""
 
-    def __init__(self, seed: int = 0, slowest: float = 0.0) -> None:
+    def __init__(self, seed=0, slowest=0.0):
         self._random, self._slowest = random.Random(seed), slowest
         self._lock = threading.Lock()
-        self.fetched: dict[str, int] = {}
-        self.content: dict[str, torch.Tensor] = {}
-        self.fail_at: int | None = None  # number of the fetch that fails
+        self.fetched = {}
+        self.content = {}
+        self.fail_at = None  # number of the fetch that fails
         self.fetches = 0
 
-    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> StreamedMatrix:
+    def matrix(self, stage, name, rows, row_bytes, tile_rows):
         full = f"{stage}.{name}"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{full} {rows}".encode()))
         content = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
         self.content[full] = content
         self.fetched[full] = 0
 
-        def fetch(first: int, count: int, staging: torch.Tensor) -> torch.Tensor:
+        def fetch(first, count, staging):
             with self._lock:
                 number, self.fetches = self.fetches, self.fetches + 1
                 self.fetched[full] += count * row_bytes
@@ -49,7 +47,7 @@ class Source:
         return StreamedMatrix(name, rows, row_bytes, tile_rows, fetch)
 
 
-def use(prefetcher: WeightPrefetcher, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
+def use(prefetcher, source, stage, names, slow=0.0):
     """One use of a stage, in which every byte that arrives is compared."""
     with prefetcher.using(stage) as rows:
         for name in names:
@@ -87,7 +85,7 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, draw
     units = {stage: [u.ring_bytes for m in staged for u in m.units()] for stage, staged in matrices.items()}
     ring = StagingRing(max(map(max, units.values())) + more)
     keeps = {stage: sum(sizes) + max(sizes) <= ring.capacity for stage, sizes in units.items()}
-    promised: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes to fetch
+    promised = dict.fromkeys(source.fetched, 0)  # bytes to fetch
     tiers = tiers_of(tmp_path, overlap)
 
     def run():
@@ -100,7 +98,7 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, draw
                 if not keeps[stage]:
                     break
             for stage in stages:
-                wanted: list[str] = []
+                wanted = []
                 for _ in range(uses[stage]):
                     names = [m.name for m in matrices[stage] if choice.random() >= skip]
                     use(prefetcher, source, stage, names)

@@ -1,7 +1,5 @@
 """Simulated links and disks: a transfer takes no less than its bytes, one waits for the other, and errors pass."""
 
-from __future__ import annotations
-
 import time
 from threading import Thread
 
@@ -20,7 +18,7 @@ SIZE = 16 * ALIGNMENT
 SECONDS = 0.04
 
 
-def seconds(*actions) -> float:
+def seconds(*actions):
     """All at a time."""
     threads = [Thread(target=action) for action in actions]
     start = time.perf_counter()

@@ -1,9 +1,6 @@
 """Pipelines of real processes answer as one process does, and end together when one of them fails."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ ON_DISK = Policy(3, 2, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0)
 def model(tmp_path_factory):
     """model('opt') -> folder of a checkpoint of that variant with five layers and no tokenizer."""
 
-    def get(variant: str) -> Path:
+    def get(variant):
         folder = tmp_path_factory.mktemp(variant)
         config = VARIANTS[variant]()
         config.num_hidden_layers = LAYERS

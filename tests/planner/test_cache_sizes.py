@@ -1,7 +1,5 @@
 """Cache sizes are those of the codec that packs the cache, page by page where the cache is on the disk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -80,7 +80,7 @@ def test_what_is_between_products_takes_as_long_as_its_bytes():
     """Of OPT-30B's layer on a host: hidden states 11 times, queries and keys twice, keys and values twice, the MLP."""
     host, policy = replace(T4, gpu=None, link=None), Policy(48, 3, 0, 1, 0, 1, 0, 1)
 
-    def products(rate: float) -> list[float]:
+    def products(rate):
         changed = replace(flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate)))
         found = predict(changed, policy, ZIGZAG, rounded=False)
         return [found.seconds[phase]["products"] for phase in ("prefill", "decode")]
@@ -99,7 +99,7 @@ def test_an_expert_takes_the_interpreter_of_a_host_as_long_as_a_layer(has_gpu):
     host = host if has_gpu else replace(host, gpu=None, link=None)
     lengths, policy = Workload.uniform(1024, 2, 4), Policy(2, 2, 0, 0.5, 0, 1, 0, 1)
 
-    def seconds(step_s: float) -> dict[str, float]:
+    def seconds(step_s):
         tier = "gpu" if has_gpu else "cpu"
         changed = replace(host, **{tier: replace(getattr(host, tier), step_s=step_s)})
         limits = MemoryLimits(gpu=20 << 30, cpu=40 << 30, disk=80 << 30)

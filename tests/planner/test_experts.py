@@ -1,7 +1,5 @@
 """Mixtures in the planner: how many experts a batch uses, where they are placed, and what a pass reads of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import prod
@@ -26,7 +24,7 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import WD, BlockShape, expected_experts, fitted_skew, fraction_vector
+from flexgen_helm.planner.problem import BlockShape, expected_experts, fitted_skew, fraction_vector
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.request import MemoryLimits
@@ -88,31 +86,6 @@ def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
         assert abs(achieved - fractions[tier]) * sum(sizes.values()) <= 2 * largest
 
 
-def problem(**more):
-    """Qwen3-30B-A3B, 57 GiB, on a laptop with 8 GiB for it."""
-    return planning_problem(
-        config("qwen3-30b-a3b"), load_profile("laptop"), Workload.uniform(64, 32, 256),
-        limits=MemoryLimits(cpu=8 * GIB, disk=100 * GIB), **more,
-    )  # fmt: skip
-
-
-def decode_reads(problem, sequences: int) -> float:
-    """Seconds of the disk in a decode pass, if all weights are there."""
-    costs = block_costs(problem, BlockShape(sequences, 1, ZIGZAG))
-    return float(costs.decode["disk_read"] @ fraction_vector(Policy(1, 1, 0, 0, 0, 1, 0, 1), False))
-
-
-def test_a_pass_reads_the_experts_that_its_tokens_use():
-    one = problem()
-    whole = one.stored_bytes / one.hardware.disk.read_bytes_s
-    for sequences in (1, 8, 64):
-        used = 1 - (1 - 8 / 128) ** sequences
-        assert decode_reads(one, sequences) == pytest.approx(whole * used, rel=0.05)
-    assert decode_reads(one, 1024) == pytest.approx(whole, rel=0.05)
-    prefill = block_costs(one, BlockShape(8, 1, ZIGZAG)).prefill["disk_read"][WD]
-    assert prefill == pytest.approx(whole, rel=0.05), "a prompt uses them all"
-
-
 @pytest.mark.parametrize("batch, batches", [(8, 1), (64, 2), (100, 5)])
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_block_costs_what_is_read_and_converted_in_its_passes(batch, batches, passes):
@@ -152,7 +125,7 @@ def test_a_block_takes_the_fewest_passes_whose_hidden_states_have_room(batch, ba
     policy, sequences = Policy(batch, batches, 0, 1, 0, 1, 1, 0), batch * batches
     found = predict(one, policy, ZIGZAG)
 
-    def has_room(passes: int) -> bool:
+    def has_room(passes):
         decoding = sequences if passes > 1 else 0
         tokens = 1.02 * (sequences * prompt / passes + decoding)
         needed = 4 * 2 * 2048 * tokens + one.staging.num_bytes + one.storage.vector_bytes(2)
@@ -170,22 +143,6 @@ def test_a_single_pass_over_all_requests_is_not_chosen_where_experts_are_streame
     assert search(one, (PREFILL_ONLY,)).prediction.passes > 1, "who asks for it has it, in parts"
     small = planning_problem(config("qwen3-30b-a3b"), load_profile("h100"), Workload.uniform(512, 1, 1000))
     assert search(small).schedule is PREFILL_ONLY, "experts that are resident are read by nobody"
-
-
-@pytest.mark.parametrize(
-    "model, count, limits, minutes, bound",
-    [
-        # Bounds: one reading a pass at the disk's rate, 307 GiB less what host memory has; products at the best rate.
-        ("deepseek-v3.2", 500, MemoryLimits(cpu=64e9), 40, 8 * (379.5 - 64) / 2.4 / 60),
-        ("gpt-oss-120b", 1000, MemoryLimits(), 4, 1000 * 508 * 2 * 5.1 / 60e3 / 60),
-    ],
-)
-def test_a_mixture_takes_the_time_of_one_reading_a_pass(model, count, limits, minutes, bound):
-    workload = Workload.uniform(500, 8, count)
-    one = planning_problem(config(model), load_profile("rtx3090"), workload, precision="4bit", limits=limits)
-    found = search(one)
-    assert bound <= found.prediction.latency_s / 60 <= minutes
-    assert found.policy.block_size >= count, "a second block would read all experts again"
 
 
 def test_an_expert_has_the_weights_of_its_tensors():

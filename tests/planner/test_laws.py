@@ -1,7 +1,5 @@
 """Laws that every plan keeps: feasible work is planned, best by its own prediction, and never below what bounds it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ from tests.helpers.shares import share_of
 
 GIB = 1 << 30
 MACHINES = ("laptop", "t4", "rtx3090", "a100", "h100", "h200")
-MODELS = ("opt-125m", "opt-6.7b", "llama-3.1-8b", "phi-4", "mixtral-8x7b-v0.1", "opt-30b")
+MODELS = ("opt-125m", "opt-6.7b", "llama-3.1-8b", "phi-4", "mixtral-8x7b-v0.1", "opt-30b", "gpt-oss-120b")
 
 
 def problem_of(model, machine, workload, **more):

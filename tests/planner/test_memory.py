@@ -1,7 +1,5 @@
 """The sizes of a cache, and what of the free memory a pass may hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -37,7 +35,7 @@ def limits(policy, plan, host_attends=True, schedule=ZIGZAG, free=FREE, window_b
 
 
 @pytest.fixture
-def plan() -> Placement:
+def plan():
     model, machine = StorageSizes(planning_problems.config("opt-125m")), Machine(FREE, "gpu")
     return Placement(model, machine, {}, cache=HOST, activations=NEAR, staging_bytes=1, compute_copies=False)
 

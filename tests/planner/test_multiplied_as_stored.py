@@ -1,12 +1,10 @@
 """Where the host multiplies weights in 16 bits as they rest, nothing is converted, copied, or planned for copies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.hardware.profile import Curve, HardwareProfile, load_profile
+from flexgen_helm.hardware.profile import Curve, load_profile
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import ROW, Policy, Workload
@@ -27,7 +25,7 @@ _RATES = {
 UNIT = replace(LAPTOP, cpu=replace(LAPTOP.cpu, matmul_flops=_RATES, upcast_elements_s=float("inf")))
 
 
-def problem(hardware: HardwareProfile, storage_dtype: str = "float16", precision: str = "fp16"):
+def problem(hardware, storage_dtype="float16", precision="fp16"):
     return planning_problem(
         OPT, hardware, Workload.uniform(64, 512, 32), precision=precision, storage_dtype=storage_dtype
     )
@@ -47,7 +45,7 @@ def test_copies_are_kept_where_they_are_of_use_and_fit():
 def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     policy, tight = Policy(8, 8, 0, 1, 0, 1, 0, 1), {"gpu": 0.0, "cpu": 800.0 * MIB, "disk": 1e12}
 
-    def seconds(hardware: HardwareProfile, **changes) -> dict[str, float]:
+    def seconds(hardware, **changes):
         cpu = replace(hardware.cpu, **changes)
         asked = replace(problem(replace(hardware, cpu=cpu)), limits=tight)
         return predict(asked, policy, ROW, rounded=False).seconds["decode"]

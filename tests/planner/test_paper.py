@@ -1,6 +1,5 @@
-"""The cost model against the paper's tables, and the reading of such tables."""
+"""The cost model against the paper's tables."""
 
-import csv
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +9,8 @@ from flexgen_helm.benchmarks.paper.rows import on_devices
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summarize
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import Curve, load_profile
-from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE, Spread
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE
 from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import search
@@ -54,83 +52,10 @@ class TestThePapersTables:
             row = next(r for r in rows if r["model"] == model and r["system"] == "FlexGen")
             assert tokens / row["predicted_decode_s"] == pytest.approx(rate, rel=0.2)
 
-    def test_the_guard_can_fail(self):
-        """A T4 with a link of half the rate is seen to be wrong."""
-        slow = replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 4))
-        assert max(abs(row["error"] or 0) for row in evaluate_csv(PAPER / "throughput.csv", slow)["rows"]) > 0.5
-
-
-@pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
-class TestTheRangeOfAPlan:
-    def test_it_holds_four_fifths_of_the_rows(self):
-        """As the sentences of the ranges say."""
+    def test_the_range_of_a_plan_holds_four_fifths_of_the_rows(self):
+        """As its sentence says."""
         fitted = evaluate_csv(PAPER / "throughput.csv", T4)["summary"]
         assert (fitted["within_range"]["n"], fitted["n"]) == (25, 28) and "25 of its 28 rows" in FITTED.source
-        rough = evaluate_csv(PAPER / "throughput.csv", data_sheet_t4())["summary"]
-        assert (rough["within_range"]["n"], rough["n"]) == (28, 28)
-        assert rough["within_range"]["times_predicted"] == (0.5, 2.0)
-
-    def test_a_narrower_one_does_not(self):
-        for machine, factor in ((T4, 1.1), (data_sheet_t4(), 1.25)):
-            rows = evaluate_csv(PAPER / "throughput.csv", machine)["rows"]
-            summary = summarize(rows, Spread(1 / factor, factor, ""))
-            assert summary["within_range"]["n"] < 0.8 * summary["n"]
-
-
-def data_sheet_t4():
-    """A T4 described by its data sheet with the shares that the RTX 3090's description has of its own.
-
-    A copy from pageable memory is one within the host, which has nothing to do with the link but cannot exceed it.
-    """
-    other = load_profile("rtx3090")
-    memory, operations, link = 320 / 936, 65 / 142, 15.75 / 31.5
-
-    def scaled(record, factor, *names):
-        return replace(record, **{name: getattr(record, name) * factor for name in names})
-
-    gpu = scaled(
-        other.gpu, memory, "memory_bytes_s", "attention_bytes_s", "dequantize_elements_s", "quantize_elements_s"
-    )
-    products = {
-        dtype: Curve(tuple((rows, rate * operations) for rows, rate in curve.points))
-        for dtype, curve in gpu.matmul_flops.items()
-    }
-    gpu = replace(scaled(gpu, operations, "attention_flops"), matmul_flops=products, memory_bytes=T4.gpu.memory_bytes)
-    pinned = scaled(other.link, link, "to_gpu_bytes_s", "to_cpu_bytes_s")
-    within = {
-        name: min(getattr(pinned, name), getattr(pinned, name.removeprefix("pageable_")))
-        for name in ("pageable_to_gpu_bytes_s", "pageable_to_cpu_bytes_s")
-    }
-    return replace(
-        other,
-        gpu=gpu,
-        link=replace(pinned, **within),
-        cpu=replace(other.cpu, memory_bytes=T4.cpu.memory_bytes),
-        disk=replace(other.disk, bytes=T4.disk.bytes),
-    )
-
-
-def test_a_table_that_cannot_be_read_is_refused_by_line(tmp_path):
-    table = tmp_path / "table.csv"
-    header = "system,model,prompt_len,gen_len,gpu_batch_size,num_gpu_batches,wg,wc,cg,cc,hg,hc\n"
-    good = "FlexGen,opt-30b,512,32,48,3,20,80,0,100,0,100\n"
-    table.write_text(header + good)
-    assert evaluate_csv(table, T4)["rows"][0]["predicted_tokens_per_s"] > 1
-    for bad, words in (
-        (good.replace("opt-30b", "opt-31b"), "line 3.*opt-31b"),
-        (good.replace(",48,", ",0,"), "line 3.*1 or more"),
-        (good.replace(",20,80", ",x,80"), "line 3.*wg.*no number"),
-        (good.replace("512,32", "512,0"), "line 3.*at least 1"),
-        (good.replace("FlexGen", "Petals"), "line 3.*petals"),
-    ):
-        table.write_text(header + good + bad)
-        with pytest.raises(UsageError, match=words):
-            evaluate_csv(table, T4)
-    table.write_text("model\nopt-30b\n")
-    with pytest.raises(UsageError, match="prompt_len"):
-        evaluate_csv(table, T4)
-    with pytest.raises(UsageError, match="cannot be read"):
-        evaluate_csv(tmp_path / "absent.csv", T4)
 
 
 OTHERS = MACHINES.parent / "other_machines.csv"
@@ -145,23 +70,6 @@ def test_rows_of_other_machines_have_sources_and_errors_by_machine():
     assert all(own["median_error"] < 0.2 for own in found["summary"]["by_system"].values())
     within = summarize(found["rows"], DATA_SHEET)["within_range"]["n"]
     assert within == 16 and "44 of 45 published runs" in DATA_SHEET.source  # with all 28 of the paper's T4
-
-
-def test_a_rows_machine_and_formats_are_what_is_predicted(tmp_path):
-    header, row, *_ = OTHERS.read_text().splitlines()
-
-    def predicted(line: str, hardware=T4) -> float:
-        table = tmp_path / "table.csv"
-        table.write_text(f"{header}\n{line}\n")
-        return evaluate_csv(table, hardware)["rows"][0]["predicted_tokens_per_s"]
-
-    own = predicted(row)
-    assert own == predicted(row, load_profile("h100"))  # the flag gives way to the row
-    assert predicted(row.replace("a6000,", ",")) != own  # a row without a machine is on the flag's
-    assert predicted(row.replace(",1,0,0,,", ",1,0,1,,")) > own  # page-locked weights arrive sooner
-    assert predicted(row.replace(",weights,", ",0,")) < own  # and so do packed ones
-    with pytest.raises(UsageError, match="line 2.*a6001.*a6000"):
-        predicted(row.replace("a6000,", "a6001,"))
 
 
 # The paper's settings at prompt 512 (its main table): the policy that its authors ran.
@@ -190,21 +98,6 @@ def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, 
     assert theirs.feasible
     found = search(problem, (ZIGZAG,))
     assert found.prediction.tokens_per_s >= theirs.tokens_per_s * 0.995
-
-
-@pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
-@pytest.mark.slow
-def test_the_papers_frontier_is_met_within_the_models_error():
-    with (PAPER / "latency_throughput_512_32_T4.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["system"].startswith("FlexGen")]
-    for row in rows:
-        compressed = row["system"].endswith("(c)")
-        # Their seconds times their tokens a second is not always their tokens: the later of both latencies counts.
-        latency = max(float(row["latency_s"]), 32 * int(row["effective_batch_size"]) / float(row["tokens_per_s"]))
-        # The model takes compressed OPT-175B to be a quarter slower than it was (docs/explanation/cost_model.md).
-        slack = 1.3 if compressed and latency < 700 and row["model"] == "opt-175b" else 1.1
-        found = search(papers(row["model"], compressed), (ZIGZAG,), max_latency=latency * slack)
-        assert found.prediction.tokens_per_s >= (0.9 if slack == 1.1 else 0.75) * float(row["tokens_per_s"]), row
 
 
 @pytest.mark.slow

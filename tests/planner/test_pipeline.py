@@ -1,7 +1,5 @@
 """Layers and requests of a pipeline: every layer on one rank, every request in one lane, limits that suit all."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -28,7 +28,7 @@ class Known:
     found: HardwareProfile | None
     pins_host_memory: bool = True
 
-    def profile(self, measure: bool) -> HardwareProfile | None:
+    def profile(self, measure):
         return self.found
 
 

@@ -1,7 +1,5 @@
 """A run's plan is a value: it follows from what is passed, and from no run before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -52,7 +50,7 @@ def test_a_device_converts_resident_weights_once_for_more_tokens_than_a_host(tie
     assert plan(placed(limits=limits, compute_tier=tier)).limits.batch_tokens == tokens
 
 
-def test_a_plan_is_described_in_one_line() -> None:
+def test_a_plan_is_described_in_one_line():
     plan = RunPlan(
         "gpu",
         None,

@@ -1,7 +1,5 @@
 """Schedules are records: their orders are complete, and no other module of the package knows one by its name."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -15,27 +15,28 @@ MEASURED = replace(load_profile("laptop"), name="measured", sources={"everything
 
 def test_only_the_papers_machine_is_fitted():
     assert {name for name in shipped_profiles() if spread_of(load_profile(name)) == FITTED} == {"t4"}
-    assert spread_of(load_profile("rtx3090")) == DATA_SHEET
     assert DATA_SHEET.low < FITTED.low < 1 < FITTED.high < DATA_SHEET.high
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "machine, ranks, expected",
     [
-        replace(T4, gpu=None, link=None),  # --device cpu
-        simulated_gpu(T4, None),
-        replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)),
+        (load_profile("rtx3090"), 1, DATA_SHEET),
+        # Another machine of that name.
+        (replace(T4, gpu=None, link=None), 1, DATA_SHEET),
+        (simulated_gpu(T4, None), 1, DATA_SHEET),
+        (replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)), 1, DATA_SHEET),
+        # A measured one is surer after a run.
+        (MEASURED, 1, NEW),
+        (replace(MEASURED, decode_share=0.7), 1, LEARNT),
+        (replace(MEASURED, prefill_share=0.7), 1, LEARNT),
+        (replace(MEASURED, sources={"everything": "a friend"}), 1, DATA_SHEET),
+        (MEASURED, 2, PIPELINE),
+        (T4, 4, PIPELINE),
     ],
 )
-def test_another_machine_of_that_name_is_not(changed):
-    assert changed.name == "t4" and spread_of(changed) == DATA_SHEET
-
-
-def test_a_measured_machine_is_surer_after_a_run():
-    assert spread_of(MEASURED) == NEW
-    assert spread_of(replace(MEASURED, decode_share=0.7)) == spread_of(replace(MEASURED, prefill_share=0.7)) == LEARNT
-    assert spread_of(replace(MEASURED, sources={"everything": "a friend"})) == DATA_SHEET
-    assert spread_of(MEASURED, ranks=2) == spread_of(T4, ranks=4) == PIPELINE
+def test_the_range_of_a_machine(machine, ranks, expected):
+    assert spread_of(machine, ranks=ranks) == expected
 
 
 def test_a_longer_time_is_a_lower_rate():

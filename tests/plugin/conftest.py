@@ -1,20 +1,16 @@
 """Fixtures for tests of the plugin."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from flexgen_helm.plugin.context import PluginContext, get_context, set_context
+from flexgen_helm.plugin.context import get_context, set_context
 
 
 @pytest.fixture
-def use_context() -> Iterator[Callable[[PluginContext], PluginContext]]:
+def use_context():
     """Make a context that of the process until the test ends; returns it."""
     previous = get_context()
 
-    def use(context: PluginContext) -> PluginContext:
+    def use(context):
         set_context(context)
         return context
 

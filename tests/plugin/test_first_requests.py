@@ -1,17 +1,11 @@
 """Requests of a new process for a model that no run has submitted: a judge, or HELM's client used by itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import yaml
-
-from tests.helpers.tiny_models import TinyModel
 
 REQUESTS = """
 import json, sys, threading
@@ -46,7 +40,7 @@ with ThreadPoolExecutor(threads) as pool:
 """
 
 
-def test_parallel_first_requests_load_a_folder_model_once(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+def test_parallel_first_requests_load_a_folder_model_once(tiny, tmp_path):
     """`transformers` replaces itself at the end of its import: other threads then found no name in it."""
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"tiny": str(tiny("llama").path)}))
     variables = {"FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"), "FLEXGEN_HELM_HOME": str(tmp_path / "home")}

@@ -1,16 +1,12 @@
 """The patches of HELM: what they guard against, and what they leave behind when killed."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 from helm.benchmark import model_deployment_registry as deployments
@@ -36,7 +32,7 @@ from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.failures import exit_code_of, explain_failure
 from flexgen_helm.plugin.model_settings import ModelSettings
 from flexgen_helm.service.models import ModelReader
-from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
+from tests.helpers.fake_engine import POISON, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
 from tests.plugin.objects import execution, state
 
@@ -45,7 +41,7 @@ FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", 
 
 
 @pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Iterator[list[FakeEngine]]:
+def engines(tmp_path, monkeypatch, use_context):
     """A context of its own on fakes; the engines that it loaded."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     loader = FakeLoader()
@@ -54,75 +50,68 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_context: Any) -
     context.service.close()
 
 
-def runner(tmp_path: Path, **changes: Any) -> Runner:
+def runner(tmp_path, **changes):
     return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
 
 
-def run_spec(instances: int = 4) -> Any:
-    spec = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))[0]
+def run_spec(instances=4):
+    (spec,) = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))
     return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
 
 
-def request(prompt: str, **changes: Any) -> Request:
+def gsm(name):
+    return f"gsm:model=flexgen/{name},follow_format_instructions=instruct"
+
+
+def request(prompt, **changes):
     return Request(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes)
 
 
 @pytest.mark.parametrize(
-    "bad, says",
-    [
-        (request(POISON), "not finite"),
-        (request("x", presence_penalty=1.0), "presence_penalty is not supported"),
-    ],
+    "bad, says", [({"prompt": POISON}, "not finite"), ({"presence_penalty": 1.0}, "not supported")]
 )
-def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
-    engines: list[FakeEngine], tmp_path: Path, bad: Request, says: str
-) -> None:
-    executor = Executor(execution(tmp_path, parallelism=1))
+def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(engines, tmp_path, bad, says):
+    executor, good = Executor(execution(tmp_path, parallelism=1)), request("good")
     with pytest.raises(ExecutorError, match=says):
-        executor.execute(state(request("good"), bad))
-    assert executor.execute(state(request("good"))).request_states[0].result.cached  # type: ignore[union-attr]
+        executor.execute(state(good, replace(good, **bad)))
+    assert executor.execute(state(good)).request_states[0].result.cached
 
 
-def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context: Any) -> None:
-    def broken(model: Any) -> Any:
-        raise CheckpointError("the tokenizer is damaged")
-
+def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context):
+    broken = Mock(side_effect=CheckpointError("the tokenizer is damaged"))
     use_context(PluginContext(models=ModelReader("HELM", load_tokenizer=broken)))
     got = FlexgenClient(MODEL).make_request(request("a"))
     assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
 
-def test_nothing_is_submitted_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
-    executor = Executor(execution(tmp_path))
-    assert helm_patches.prepare_run(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
-    assert helm_patches.prepare_run(executor, state(request("a"), deployment="simple/model1")) is None
-    assert helm_patches.prepare_run(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+@pytest.mark.parametrize(
+    "changes, deployment",
+    [({"dry_run": True}, None), ({}, "simple/model1"), ({}, "flexgen/unknown-model")],
+)
+def test_nothing_is_submitted_where_nothing_is_ours(engines, tmp_path, changes, deployment):
+    executor = Executor(execution(tmp_path, **changes))
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment=deployment)) is None
     assert engines == []
 
 
 # Files
 
 
-def test_a_run_that_is_killed_between_two_files_is_not_complete(
-    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_between_two_files_is_not_complete(engines, tmp_path, monkeypatch):
     """The same run three times: finished, killed after each number of files, and finished again."""
     bench, spec, real = runner(tmp_path), run_spec(), helm_patches.replace_text
     folder = Path(bench._get_run_path(spec))
     bench.run_one(spec)
-    assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
+    assert {*FILES, "flexgen_run.json"} == {path.name for path in folder.iterdir()}
     for kept in range(len(FILES)):
-        allowed = iter(range(kept))
+        written = iter([real] * kept)
 
-        def killed(path: Path, content: str, allowed: Iterator[int] = allowed) -> None:
-            if next(allowed, None) is None:
-                raise KeyboardInterrupt
-            real(path, content)
+        def killed(*given, written=written):
+            next(written, Mock(side_effect=KeyboardInterrupt))(*given)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(helm_patches, "replace_text", killed)
-            with pytest.raises(KeyboardInterrupt):
-                bench.run_one(spec)
+            bench.run_one(spec)
         assert not bench._is_run_completed(str(folder))
     bench.run_one(spec)
     assert bench._is_run_completed(str(folder))
@@ -131,43 +120,37 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     assert not list(folder.glob(".*"))
 
 
+def test_without_the_patch_such_a_run_looks_complete(engines, tmp_path):
+    """The inverse: HELM's own writer leaves the old last file in place."""
+    bench, spec = runner(tmp_path), run_spec()
+    folder = bench._get_run_path(spec)
+    bench.run_one(spec)
+    helm_runner.write.__wrapped__(f"{folder}/run_spec.json", "{}")
+    assert bench._is_run_completed(folder)
+
+
 @pytest.mark.parametrize("is_dry", [False, True])
-def test_a_run_without_instances_is_refused(
-    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dry: bool
-) -> None:
+def test_a_run_without_instances_is_refused(engines, tmp_path, monkeypatch, is_dry):
     """HELM's MMLU passes over the files of a subject that does not exist, and scores nothing."""
     monkeypatch.setattr(SimpleMCQAScenario, "get_instances", lambda self, output_path: [])
-    spec = run_spec()
-    spec = replace(spec, scenario_spec=replace(spec.scenario_spec, args={"subject": "anatomi"}))
     monkeypatch.setattr(SimpleMCQAScenario, "__init__", lambda self, subject: None)
-    bench = runner(tmp_path, dry_run=is_dry)
+    spec, bench = run_spec(), runner(tmp_path, dry_run=is_dry)
+    spec = replace(spec, scenario_spec=replace(spec.scenario_spec, args={"subject": "anatomi"}))
     with pytest.raises(UsageError, match="^no instances to evaluate: check subject=anatomi$"):
         bench.run_one(spec)
     bench.skip_instances = True
     bench.run_one(spec)
 
 
-def test_without_the_patch_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
-    """The inverse: HELM's own writer leaves the old last file in place."""
-    bench, spec = runner(tmp_path), run_spec()
-    folder = Path(bench._get_run_path(spec))
-    bench.run_one(spec)
-    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")  # type: ignore[attr-defined]
-    assert bench._is_run_completed(str(folder))
-
-
-def test_runs_of_other_clients_are_left_alone(
-    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_other_clients_are_left_alone(engines, tmp_path, monkeypatch):
     client = ClientSpec("helm.clients.simple_client.SimpleClient")
     other = ModelDeployment("simple/model1", client, tokenizer_name="simple/tokenizer1", max_sequence_length=2048)
     tokenizer = TokenizerConfig("simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer"))
     monkeypatch.setitem(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT, other.name, other)
     monkeypatch.setitem(tokenizers.TOKENIZER_NAME_TO_CONFIG, tokenizer.name, tokenizer)
-    bench = runner(tmp_path)
-    spec = run_spec()
-    spec = replace(spec, name="other", adapter_spec=replace(spec.adapter_spec, model="simple/model1",
-                                                            model_deployment="simple/model1"))  # fmt: skip
+    bench, spec = runner(tmp_path), run_spec()
+    adapter = replace(spec.adapter_spec, model=other.name, model_deployment=other.name)
+    spec = replace(spec, name="other", adapter_spec=adapter)
     bench.run_one(spec)
     folder = Path(bench._get_run_path(spec))
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
@@ -178,9 +161,9 @@ def test_runs_of_other_clients_are_left_alone(
 
 
 @pytest.fixture
-def unpatched(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> list[str]:
+def unpatched(monkeypatch, use_context):
     """HELM as it comes, and the warnings that installing the patches gives."""
-    warnings: list[str] = []
+    warnings = []
     for patch in helm_patches.PATCHES:
         owner, name = patch.owner()
         if hasattr(getattr(owner, name), "flexgen_helm"):
@@ -192,24 +175,24 @@ def unpatched(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> list[str]:
     return warnings
 
 
-def test_patches_are_installed_once(unpatched: list[str]) -> None:
+def test_patches_are_installed_once(unpatched):
+    with pytest.raises(ValueError, match="No model metadata"):  # HELM alone does not know the model
+        construct_run_specs(parse_object_spec(gsm("opt-13b-paper-4bit")))
     helm_patches.install_or_warn()
     first = Executor.execute, Runner.run_one
     helm_patches.install_or_warn()
-    assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm  # type: ignore[attr-defined]
+    assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm
     assert unpatched == []
 
 
-def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
+def run_one_of_tomorrow(self, run_spec, attempt): ...
 
 
 @pytest.mark.parametrize(
     "owner, name, value",
     [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", 3)],
 )
-def test_a_helm_that_changed_is_left_untouched_with_one_warning(
-    unpatched: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
-) -> None:
+def test_a_helm_that_changed_is_left_untouched_with_one_warning(unpatched, monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)
     execute = Executor.execute
     helm_patches.install_or_warn()
@@ -218,7 +201,7 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
     assert len(unpatched) == 1 and "does not know this version of HELM" in unpatched[0]
 
 
-def test_the_documentation_shows_the_table_of_patches() -> None:
+def test_the_documentation_shows_the_table_of_patches():
     lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
     columns = groupby(helm_patches.PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}")
     for shown, patches in columns:
@@ -227,22 +210,14 @@ def test_the_documentation_shows_the_table_of_patches() -> None:
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
 
 
-def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later() -> None:
+@pytest.mark.parametrize("name, is_instruct", [("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)])
+def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later(name, is_instruct):
     """Entries as HELM Lite has them, for a model that nothing has looked up before."""
-    for name, is_instruct in (("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)):
-        entry = f"gsm:model=flexgen/{name},follow_format_instructions=instruct"
-        (spec,) = construct_run_specs(parse_object_spec(entry))
-        assert bool(spec.adapter_spec.global_prefix) == is_instruct
+    (spec,) = construct_run_specs(parse_object_spec(gsm(name)))
+    assert bool(spec.adapter_spec.global_prefix) == is_instruct
 
 
-def test_without_the_patch_helm_does_not_know_the_model(unpatched: list[str]) -> None:
-    with pytest.raises(ValueError, match="No model metadata"):
-        construct_run_specs(
-            parse_object_spec("gsm:model=flexgen/opt-13b-paper-4bit,follow_format_instructions=instruct")
-        )
-
-
-def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helm_that_changed_refuses_suites(unpatched, monkeypatch):
     monkeypatch.setattr(Runner, "run_all", run_one_of_tomorrow)
     arguments = ["-r", f"simple_mcqa:model={MODEL}", "-m", "1", "--suite", "s"]
     outcome = suite.run_suite(arguments)
@@ -254,24 +229,11 @@ def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: p
 # The suite's small parts
 
 
-def test_a_model_that_was_not_loaded_does_not_hide_how_long_the_first_took(
-    use_context: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    service = MagicMock()
-    service.submit.side_effect = lambda model: Mock(model=model)
-    service.loaded.side_effect = {"b": "loaded", "c": "loaded"}.get
-    service.loading_s.side_effect = lambda model, since: {"a": 0.0, "b": 3.0, "c": 8.0}[model]
-    use_context(Mock(service=service))
-    monkeypatch.setattr(suite, "computed_blocks", lambda *_: {})
-    called = suite.Suite(ModelSettings())
-    called._folders = [tmp_path]
-    assert called._compute({model: (model,) for model in "abc"}) == 3.0  # type: ignore[misc]
-
-
-def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
-    for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
-        outcome = suite.run_suite(arguments)
-        assert outcome.exit_code == 2 and len(outcome.sentences) == 1 and said in outcome.sentences[0]
+@pytest.mark.parametrize("arguments, said", [(["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")])
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said):
+    outcome = suite.run_suite(arguments)
+    (sentence,) = outcome.sentences
+    assert outcome.exit_code == 2 and said in sentence
 
 
 @pytest.mark.parametrize(
@@ -286,32 +248,27 @@ def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, m
     assert capsys.readouterr().err.endswith(f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n")
 
 
-def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(tmp_path, capsys):
     address, file = "http://127.0.0.1:9/settings.json", tmp_path / "scenarios" / "legalbench" / "settings.json"
     file.parent.mkdir(parents=True)
 
-    def make(run_entries: list[RunEntry], **filters: Any) -> list[Any]:
+    def make(run_entries, **filters):
         if run_entries[0].description.startswith("legalbench"):  # HELM downloads a file to make its run spec
             ensure_file_downloaded(address, str(file))
         return [run_spec()]
 
     own = suite.Suite(ModelSettings())
-    names = [f"simple_mcqa:model={MODEL}", f"legalbench:subset=a,model={MODEL}"]
-    entries = [RunEntry(name, 1, None) for name in names]
-    assert own.run_specs(make, entries[:1] * 2) == [run_spec()]
+    mcqa, legal = (RunEntry(f"{name},model={MODEL}", 1, None) for name in ("simple_mcqa:x=1", "legalbench:subset=a"))
+    assert own.run_specs(make, [mcqa] * 2) == [run_spec()]
     with pytest.raises(UsageError) as refused:
-        own.run_specs(make, entries)
-    said = str(refused.value)
-    assert f"no run of {names[1]} without {address}, which" in said and f"Copy it to {file} from" in said
-    error = refused.value.__cause__
-    assert isinstance(error, Exception)
+        own.run_specs(make, [mcqa, legal])
+    said, error = str(refused.value), refused.value.__cause__
+    assert f"no run of {legal.description} without {address}, which" in said and f"Copy it to {file} from" in said
     assert f"could not be downloaded from {address} (" in explain_failure(error, file.parent)
     assert exit_code_of(error, file.parent) == 2  # data is missing
     assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1  # a metric, a defect
-    with pytest.raises(UsageError, match=r"no run of simple_mcqa:model=\S+ \(TypeError: wrong\)$"):
-        own.run_specs(Mock(side_effect=TypeError("wrong")), entries)
+    with pytest.raises(UsageError, match=r"no run of simple_mcqa:\S+ \(TypeError: wrong\)$"):
+        own.run_specs(Mock(side_effect=TypeError("wrong")), [mcqa])
     capsys.readouterr()
     _print_scores(suite.SuiteOutcome(2, [said], is_dry=True), Path("benchmark_output"))
     assert capsys.readouterr() == ("", "")  # of a dry run that made nothing

@@ -1,10 +1,7 @@
 """Our HELM tokenizer against HELM's own Hugging Face one, on the same files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from helm.benchmark.window_services.default_window_service import DefaultWindowService
@@ -12,7 +9,7 @@ from helm.common.cache import BlackHoleCacheConfig
 from helm.common.request import Request
 from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
 from helm.proxy.retry import NonRetriableException
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
@@ -20,6 +17,7 @@ from flexgen_helm.plugin.convert import to_generation_request, to_helm_request
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
 from tests.helpers.fake_engine import FakeTokenizer, fake_context
+from tests.helpers.tokenizers_by_family import FAMILIES
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -32,94 +30,62 @@ TEXTS = [
     "",
     "don't 'quote'  twice",
 ]
-CORPUS = ["Is 24 even or odd? Answer: Even", "naïve café", "leading and trailing space, tabs and newlines"] * 20
 
 
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    return tokenizer
-
-
-def sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space before the text, unknown characters as bytes."""
-    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"abcdefghijklmnopqrstuvwxyzIAE?:'"]
-    pieces += ["▁e", "▁o"]
-    merges = [("▁", "e"), ("▁", "o")]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module", params=[byte_level, sentencepiece])
-def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=["gpt2", "phi3"])
+def pair(request, tmp_path_factory):
     """Ours and HELM's, of one folder."""
-    from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
-
-    folder = tmp_path_factory.mktemp(request.param.__name__)
-    backend: Tokenizer = request.param()
-    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    backend.save(str(folder / "tokenizer.json"))
+    folder = FAMILIES[request.param].write(tmp_path_factory.mktemp("tokenizer") / "model")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    previous = set_context(PluginContext())
+    previous, model = set_context(PluginContext()), ModelArguments(NAME, str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        model = ModelArguments(NAME, str(folder))
         patch.setattr(get_context(), "find_model", lambda name, arguments=None: model)
-        ours = FlexgenTokenizer(NAME)
-        theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param.__name__}", str(folder))
-        yield request.param.__name__, ours, theirs, get_context().models.encoder(model)
+        theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param}", str(folder))
+        yield request.param, FlexgenTokenizer(NAME), theirs, get_context().models.encoder(model)
     set_context(previous)
 
 
-def _tokens(tokenizer: Any, text: str, name: str, **options: Any) -> list[Any]:
-    return tokenizer.tokenize(TokenizationRequest(text, name, **options)).raw_tokens
-
-
 @pytest.mark.parametrize("text", TEXTS)
-def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
-    kind, ours, theirs, _ = pair
-    name = f"{NAME}-{kind}"
-    ids = _tokens(ours, text, NAME, encode=True)
-    assert ids == _tokens(theirs, text, name, encode=True)
-    assert all(type(value) is int for value in ids)
-    for length in (0, 1, 5):
-        short = _tokens(ours, text, NAME, encode=True, truncation=True, max_length=length)
-        assert short == _tokens(theirs, text, name, encode=True, truncation=True, max_length=length)
-        assert ours.decode(DecodeRequest(short, NAME)).text == theirs.decode(DecodeRequest(short, name)).text
-    assert ours.decode(DecodeRequest(ids, NAME)).text == theirs.decode(DecodeRequest(ids, name)).text
-    strings, helms = _tokens(ours, text, NAME), _tokens(theirs, text, name)
-    assert len(strings) == len(helms) == len(ids)
-    if kind == "byte_level":  # there HELM's own spelling is right but for tokens that are no whole character
+def test_same_ids_and_texts_as_helm(pair, text):
+    kind, *both, _ = pair
+
+    def tokens(**options):
+        names = (NAME, f"{NAME}-{kind}")
+        return [one.tokenize(TokenizationRequest(text, n, **options)).raw_tokens for one, n in zip(both, names)]
+
+    ids = tokens(encode=True)
+    assert ids[0] == ids[1] and all(type(value) is int for value in ids[0])
+    for length in (0, 1, 5, 10**6):
+        short = tokens(encode=True, truncation=True, max_length=length)
+        assert short[0] == short[1]
+        decoded = [one.decode(DecodeRequest(short[0], f"{NAME}-{kind}")).text for one in both]
+        assert decoded[0] == decoded[1]
+    strings, helms = tokens()
+    assert len(strings) == len(helms) == len(ids[0])
+    if kind == "gpt2":  # there HELM's own spelling is right but for tokens that are no whole character
         assert [s for s, h in zip(strings, helms) if h not in (s, "�") and "�" not in h] == []
         assert all(s.startswith("bytes:\\x") for s, h in zip(strings, helms) if "�" in h)
 
 
-def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
+def test_text_that_is_no_unicode_is_refused_and_not_retried(pair):
     _, ours, _, encoder = pair
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
-        _tokens(ours, "\ud800", NAME)
+        ours.tokenize(TokenizationRequest("\ud800", NAME))
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         to_generation_request(Request(prompt="\ud800"), encoder, 4096)
 
 
-def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[str] = []
+def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeypatch):
+    texts = []
 
     class Counting(FakeTokenizer):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text, add_special_tokens=True):
             texts.append(text)
             return super().encode(text, add_special_tokens)
 
     monkeypatch.setattr("flexgen_helm.service.models.MAX_CACHED_TEXTS", 2)
-    encoder = PromptEncoder(Counting())  # type: ignore[arg-type]
+    encoder = PromptEncoder(Counting())
     assert [encoder.encode(text) for text in ("ab", "cd", "ab")] == [(97, 98), (99, 100), (97, 98)]
     encoder.encode("ef")  # the least recently used one goes
     encoder.encode("ab"), encoder.encode("cd")
@@ -129,7 +95,7 @@ def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded(monkeyp
 class Service:
     """HELM's TokenizerService on the fake."""
 
-    def __init__(self, adapter: FlexgenTokenizer) -> None:
+    def __init__(self, adapter):
         self.tokenize, self.decode = adapter.tokenize, adapter.decode
 
 
@@ -137,13 +103,13 @@ Windows = Callable[..., tuple[FlexgenWindowService, DefaultWindowService, Plugin
 
 
 @pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Windows:
+def windows(monkeypatch, use_context):
     """Make our window service and HELM's own, of a length, on a fake tokenizer."""
 
-    def make(length: int, **options: Any) -> tuple[FlexgenWindowService, DefaultWindowService, PluginContext]:
+    def make(length, **options):
         context = use_context(fake_context(**options))
         monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-        service: Any = Service(FlexgenTokenizer("flexgen/x"))
+        service = Service(FlexgenTokenizer("flexgen/x"))
         sizes = dict(max_sequence_length=length, max_request_length=length + 1)
         return (
             FlexgenWindowService(service, "flexgen/x", **sizes),
@@ -155,7 +121,7 @@ def windows(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Windows:
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_the_window_reserves_the_place_of_bos(adds_bos: bool, windows: Windows) -> None:
+def test_the_window_reserves_the_place_of_bos(adds_bos, windows):
     window, plain, _ = windows(10, adds_bos=adds_bos)
     assert plain.fits_within_context_window("a" * 8, 3) and not plain.fits_within_context_window("a" * 9, 3)
     assert window.fits_within_context_window("a" * 8, 3) is not adds_bos
@@ -165,7 +131,7 @@ def test_the_window_reserves_the_place_of_bos(adds_bos: bool, windows: Windows) 
 
 
 @pytest.mark.parametrize("wanted", [11, 2100])
-def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted: int, windows: Windows) -> None:
+def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted, windows):
     """HELM's loop takes characters away from an empty text for ever."""
     window = windows(10)[0]
     said = f"the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of {wanted:,};"
@@ -174,7 +140,7 @@ def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted: in
     assert window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
 
 
-def test_the_window_reserves_the_tokens_of_the_template(windows: Windows) -> None:
+def test_the_window_reserves_the_tokens_of_the_template(windows):
     window, _, context = windows(40, adds_bos=True, chat_template="yes")
     added = len("\x01<user><assistant>")
     assert window.fits_within_context_window("a" * (41 - 3 - added), 3)

@@ -1,7 +1,5 @@
 """Products with published blocks have the bits of products with the decoded matrix, for any number of rows."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 
@@ -10,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.kernels import trial
 from flexgen_helm.kernels.vector_products import vector_matmul
 from flexgen_helm.quant import block_products
 from flexgen_helm.quant.block_products import block_matmul, decode_into
 from flexgen_helm.quant.formats import BLOCK_FORMATS
 from tests.helpers.blocks import FORMATS, NAMES, SCALED, drawn_blocks, published_values
-from tests.helpers.products import assert_is_product
 
 pytest.importorskip("flexgen_helm.kernels.emit")
 Q4_0, Q6_K = BLOCK_FORMATS["Q4_0"], BLOCK_FORMATS["Q6_K"]
@@ -26,10 +22,10 @@ def rows_of_x(count, width, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=80)
 @given(
     fmt=st.sampled_from([*FORMATS, *SCALED.values()]),
-    count=st.integers(1, 70),
+    count=st.integers(1, 70) | st.just(300),
     values=st.integers(1, 1100),
     outputs=st.integers(1, 70),
     has_bias=st.booleans(),
@@ -52,19 +48,6 @@ def test_any_shape(fmt, count, values, outputs, has_bias, threads, seed):
     alone = block_matmul(x[row : row + 1].clone(), packed, fmt, bias)
     part = block_matmul(x[row:], packed[output:], fmt, None if bias is None else bias[output:])
     assert torch.equal(alone[0], y[row]) and torch.equal(part, y[row:, output:])
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=NAMES)
-@pytest.mark.parametrize("count", [1, 6, 20, 300])
-def test_products_are_those_in_float64(fmt, count):
-    """Of several passes too, and of parts for several threads."""
-    width = 5 * 256
-    packed, x = drawn_blocks(fmt, 147, width), rows_of_x(count, width)
-    torch.set_num_threads(2)
-    y = block_matmul(x, packed, fmt)
-    assert_is_product(y, x, published_values(packed, fmt), None)
-    torch.set_num_threads(1)
-    assert all(torch.equal(block_matmul(x[i : i + 1], packed, fmt)[0], y[i]) for i in {0, count // 2, count - 1})
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=NAMES)
@@ -106,25 +89,3 @@ def test_the_matrix_unit_takes_decoded_tiles(monkeypatch):
     assert block_matmul(x[:3], packed, Q4_0) is not None
     assert block_matmul(x[:3], packed, Q4_0, None, batch_invariant=True) is None
     assert block_matmul(x, packed, Q4_0) is None
-
-
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_loops_that_fail_their_trial_are_not_used(monkeypatch, fault):
-    def broken(*given: object) -> None:
-        if fault == "raises":
-            raise AttributeError("no such type in this LLVM")
-
-    messages: list[str] = []
-    packed, x = drawn_blocks(Q6_K, 10, 256), rows_of_x(3, 256)
-    block_products.loops.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(block_products, "run_on_threads", broken)
-            patch.setattr(trial, "report", lambda message: messages.append(message.text))
-            assert block_matmul(x, packed, Q6_K) is None
-            assert torch.equal(decode_into(packed, Q6_K, torch.empty(10, 256)), published_values(packed, Q6_K))
-    finally:
-        block_products.loops.cache_clear()
-    (message,) = messages  # said once
-    assert ("no such type in this LLVM" if fault == "raises" else "wrong numbers") in message
-    assert block_matmul(x, packed, Q6_K) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,131 +26,114 @@ from tests.helpers.blocks import drawn_blocks  # noqa: E402
 from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noqa: E402
 
 OURS, Q4_0 = PRECISIONS["4bit"].weights, BLOCK_FORMATS["Q4_0"]
+GROUPS = quantize(torch.randn(70, 48, generator=torch.Generator().manual_seed(0)), OURS)
+BLOCKS = drawn_blocks(Q4_0, 5, 96)
+MATRICES = {"ours": (GROUPS, OURS, dequantize(GROUPS, OURS, 70, 48)), "published": (BLOCKS, Q4_0, decode(BLOCKS, Q4_0))}
 
 
-@pytest.fixture
-def packed(monkeypatch):
-    """A packed matrix that counts as one on a CUDA device, in a process where Triton has not failed yet."""
+@pytest.fixture(autouse=True)
+def on_a_device(monkeypatch):
+    """Packed matrices count as those of a CUDA device, in a process where Triton has not failed yet."""
     monkeypatch.delitem(switched_off, TRITON, raising=False)
     monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
-    return quantize(torch.randn(70, 48, generator=torch.Generator().manual_seed(0)), OURS)
 
 
-def use(packed):
-    """Dequantize twice; returns the warnings."""
+def use(name: str = "ours") -> list[str]:
+    """Dequantize twice by plain torch; return the warnings."""
     events: list[Any] = []
+    packed, fmt, expected = MATRICES[name]
     with observed_by(events.append):
         for _ in range(2):
-            out = kernels.dequantize_into(packed, OURS, torch.full((70, 48), torch.nan))
-            assert torch.equal(out, dequantize(packed, OURS, 70, 48))
+            assert torch.equal(kernels.dequantize_into(packed, fmt, torch.full_like(expected, torch.nan)), expected)
     assert all(isinstance(event, Message) and event.is_warning for event in events)
     return [event.text for event in events]
 
 
-def test_without_a_driver(packed):
+@pytest.mark.parametrize("name", MATRICES)
+def test_without_a_driver(name):
     """As on this machine: Triton itself says that there is no GPU."""
-    (warning,) = use(packed)
+    (warning,) = use(name)
     assert "plain PyTorch" in warning and "active drivers" in warning
 
 
-def test_without_a_c_compiler(packed, monkeypatch):
+def without_a_c_compiler(patch):
     from triton.runtime import build
 
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
+    patch.delenv("CC", raising=False)
+    patch.setenv("PATH", "")
     find = build._find_compiler.__wrapped__
     arguments = ("c",) if find.__code__.co_argcount else ()
-    monkeypatch.setattr(RecordingDriver, "launcher_cls", lambda *_: find(*arguments))
-    with recording_driver(75):
-        (warning,) = use(packed)
-    assert "C compiler" in warning
+    patch.setattr(RecordingDriver, "launcher_cls", lambda *_: find(*arguments))
 
 
-def test_with_a_kernel_that_does_not_compile(packed, monkeypatch):
+def with_a_kernel_that_does_not_compile(patch):
     @triton.jit
     def broken(packed: Any) -> None:
         pass
 
-    monkeypatch.setattr(triton_launches.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
+    patch.setattr(triton_launches.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
+
+
+def without_triton(patch):
+    patch.setitem(sys.modules, "flexgen_helm.quant.triton_launches", None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (without_a_c_compiler, "C compiler"), (with_a_kernel_that_does_not_compile, "CompilationError"),
+        (without_triton, "Error"),
+    ],
+)  # fmt: skip
+def test_what_fails_is_named_once(monkeypatch, fault, says):
+    fault(monkeypatch)
     with recording_driver(75):
-        (warning,) = use(packed)
-    assert "CompilationError" in warning and "\n" not in warning
+        (warning,) = use()
+    assert says in warning and "\n" not in warning
 
 
-def test_without_triton(packed, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "flexgen_helm.quant.triton_launches", None)
-    (warning,) = use(packed)
-    assert "Error" in warning
-
-
-def test_published_bytes_without_a_driver(monkeypatch):
-    """As on this machine, by the same warning."""
-    monkeypatch.delitem(switched_off, TRITON, raising=False)
-    monkeypatch.setattr(kernels, "_is_for_triton", lambda *_: True)
-    blocks = drawn_blocks(Q4_0, 5, 96)
-    events: list[Any] = []
-    with observed_by(events.append):
-        for _ in range(2):
-            out = kernels.dequantize_into(blocks, Q4_0, torch.full((5, 96), torch.nan, dtype=torch.float16))
-            assert torch.equal(out, decode(blocks, Q4_0).half())
-    assert len(events) == 1 and "active drivers" in events[0].text
-
-
-def test_published_bytes_take_the_kernel(monkeypatch):
-    monkeypatch.delitem(switched_off, TRITON, raising=False)
-    monkeypatch.setattr(kernels, "_is_for_triton", lambda *_: True)
-    monkeypatch.setattr(kernels, "decode_into", None)
-    with recording_driver(80) as driver:
-        kernels.dequantize_into(drawn_blocks(Q4_0, 5, 96), Q4_0, torch.empty(5, 96, dtype=torch.bfloat16))
-    assert len(driver.launched) == 1 and TRITON not in switched_off
-
-
-def test_a_kernel_that_works_is_used_and_nothing_is_said(packed, monkeypatch):
-    """The inverse: what is launched is not repeated by plain torch."""
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_kernel_that_works_is_used_and_nothing_is_said(monkeypatch, name):
+    """What is launched is not repeated by plain torch."""
     monkeypatch.setattr(kernels, "dequantize_with_torch", None)
+    monkeypatch.setattr(kernels, "decode_into", None)
+    packed, fmt, expected = MATRICES[name]
     events: list[Any] = []
-    with recording_driver(75) as driver, observed_by(events.append):
-        kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
-    assert len(driver.launched) == 1 and not events
+    with recording_driver(80) as driver, observed_by(events.append):
+        kernels.dequantize_into(packed, fmt, torch.empty_like(expected))
+    assert len(driver.launched) == 1 and not events and TRITON not in switched_off
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("out of memory")]
 )
-def test_too_little_memory_is_the_callers_affair(packed, monkeypatch, error):
+def test_too_little_memory_is_the_callers_affair(monkeypatch, error):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(triton_launches.Launch, "run", fail)
     with pytest.raises(type(error)):
-        kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
+        use()
     assert TRITON not in switched_off
 
 
-def test_triton_takes_what_its_kernels_can_address():
-    class OnDevice:
-        is_cuda = True
+def test_triton_takes_what_its_kernels_can_address(monkeypatch):
+    monkeypatch.undo()
+    made = torch.empty(3, 37, dtype=torch.uint8).as_strided
 
-        def __init__(self, stride, at, is_contiguous=True):
-            self._stride, self._at, self._is_contiguous = stride, at, is_contiguous
+    def on_device(stride, at):
+        """Of a CUDA device, as far as is asked."""
+        view = made((2, 4), stride, at)
+        asked = {name: getattr(view, name) for name in ("stride", "storage_offset", "is_contiguous")}
+        return SimpleNamespace(is_cuda=True, **asked)
 
-        def stride(self, dim):
-            return self._stride[dim]
-
-        def storage_offset(self):
-            return self._at
-
-        def is_contiguous(self):
-            return self._is_contiguous
-
-    good, odd, apart = OnDevice((36, 1), 4096), OnDevice((35, 1), 4097), OnDevice((36, 2), 4096, False)
+    good, odd, apart = on_device((4, 1), 16), on_device((5, 1), 17), on_device((8, 2), 16)
     for fmt in (OURS, Q4_0):
         assert kernels._is_for_triton(good, fmt, good)
         assert not kernels._is_for_triton(apart, fmt, good) and not kernels._is_for_triton(good, fmt, apart)
         assert not kernels._is_for_triton(good, fmt, torch.zeros(1))
         assert not kernels._is_for_triton(torch.zeros(2, 2), fmt, good)
-    for unsuited in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096)):
-        assert not kernels._is_for_triton(unsuited, OURS, good)
+    assert not kernels._is_for_triton(odd, OURS, good)
     assert kernels._is_for_triton(odd, Q4_0, good)  # blocks are read byte by byte
 
 

@@ -1,7 +1,5 @@
 """Numbers and memory traffic of the Triton kernels without a GPU, by its interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +23,7 @@ def interpreted(*names):
 
 @pytest.fixture(scope="module")
 def found():
-    return interpreted("values", "blocks", "spoiled", "bytes")
+    return interpreted("values", "blocks", "bytes")
 
 
 def test_kernels_give_the_bits_of_plain_torch(found):
@@ -36,10 +34,6 @@ def test_kernels_give_the_bits_of_plain_torch(found):
 def test_one_kernel_gives_the_bits_of_all_published_formats(found):
     """Those of GGUF files and of folders, in float16 and float32: Triton's interpreter does not round to bfloat16."""
     assert found["blocks"] == 2 * len(EVERY_FORMAT) == 72
-
-
-def test_the_comparisons_notice_a_single_code(found):
-    assert found["spoiled"]
 
 
 def test_each_packed_byte_is_read_once(found):

@@ -1,24 +1,19 @@
 """Packed weights in the engine: against `transformers` with the same matrices, and on any tier."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
-from tests.helpers.offload import MIB, offloaded, policies, workload
-from tests.helpers.parity import assert_equals_reference, assert_same, prompts
-from tests.helpers.shares import share_of
-from tests.helpers.tiny_models import TinyModel
+from tests.helpers.offload import offloaded
+from tests.helpers.parity import assert_equals_reference, prompts
 
 PACKED = [name for name, precision in PRECISIONS.items() if precision.weights is not None]
 
@@ -30,7 +25,7 @@ def whole_cache(monkeypatch):
         monkeypatch.setitem(PRECISIONS, name, replace(PRECISIONS[name], cache=None))
 
 
-def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) -> TinyModel:
+def with_packed_layers(model, precision):
     """`transformers` with every matrix replaced by what packing leaves of it; a tied table and head are one matrix."""
     formats, found = PRECISIONS[precision], copy.deepcopy(model)
     modules = {id(module.weight): (name, module) for name, module in found.reference.named_modules()
@@ -40,8 +35,6 @@ def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) ->
         if fmt is not None:
             rows, width = module.weight.shape
             module.weight.data = dequantize(quantize(module.weight.data, fmt), fmt, rows, width)
-            if spoil:
-                module.weight.data[0, 0] += 0.5 * module.weight.data.abs().max()
     return found
 
 
@@ -69,50 +62,13 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
                 assert_equals_reference(reference, prompt, request, result)
 
 
-def engine_spec(model):
-    from flexgen_helm.checkpoint.names import read_model_config
-
-    return read_model_config(model.path)[0]
-
-
-@pytest.mark.parametrize("precision", ["4bit", "8bit"])
-def test_the_comparison_notices_a_single_weight(tiny, tmp_path, precision):
-    asked, requests = ask()
-    spoilt = with_packed_layers(tiny("llama"), precision, spoil=True)
-    with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=tmp_path) as engine:
-        results = engine.run(requests)
-    with pytest.raises(AssertionError):
-        for prompt, request, result in zip(asked, requests, results):
-            assert_equals_reference(spoilt, prompt, request, result)
-
-
-@settings(max_examples=share_of(12, 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag"]),
-    device=st.sampled_from(["cpu", "sim"]),
-    variant=st.sampled_from(["llama", "opt", "mixtral", "bloom"]),
-    precision=st.sampled_from(PACKED),
-    home=st.sampled_from([4, 64]),
-)
-def test_any_placement_gives_the_answers_of_the_resident_engine(
-    tiny, tmp_path, policy, schedule, device, variant, precision, home
-):
-    with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path) as engine:
-        expected = engine.run(workload(1))
-    limits = MemoryLimits(gpu=home * MIB, cpu=64 * MIB, disk=256 * MIB)
-    options = dict(schedule=schedule, device=device, limits=limits, precision=precision)
-    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
-        assert_same(engine.run(workload(1)), expected)
-
-
 def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
     """Bytes of a pass are the packed sizes; the conversion happens once, and each format has its own files."""
     from flexgen_helm import Policy
 
     requests = [GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=1, ignore_eos=True)]
     policy = Policy(1, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
-    config = engine_spec(tiny("llama"))
+    config = read_model_config(tiny("llama").path)[0]
     for name in ("fp16", *PACKED):
         rest = StorageSizes(config, PRECISIONS[name])
         with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision=name) as engine:
@@ -124,13 +80,6 @@ def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
         assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
     assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 4
-    before = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
-    with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision="4bit") as engine:
-        engine.run(requests)
-    after = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
-    assert {f: t for f, t in after.items() if f.suffix != ".lock"} == {
-        f: t for f, t in before.items() if f.suffix != ".lock"
-    }
 
 
 def test_precisions_have_their_own_fingerprints_and_labels(tiny, tmp_path):

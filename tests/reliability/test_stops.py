@@ -9,10 +9,13 @@ import json
 import random
 import signal
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from tests.helpers.killed_suites import Outcome, Suites
+from tests.helpers.lm_eval_tasks import invented_tasks
+from tests.helpers.paths import ROOT
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -21,6 +24,19 @@ PASS_S, KEEP_S, TOKENS = 0.05, 0.25, 60
 SLACK_S = 0.5
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 BATCH = ["batch", "in.jsonl", "-o", "out.jsonl", "--model", "tiny", "--batch-invariant"]
+COMMANDS = {
+    "batch": BATCH,
+    # Three completions of each prompt, of at most 100 tokens.
+    "run": ["run", "-r", "simple1:model=flexgen/tiny", "-m", "1", "--suite", "s", "-n", "4", "--batch-invariant"],
+    "lm-eval": [
+        "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True", "--include_path", "tasks", "--tasks", "sums",
+        "--gen_kwargs", f"max_gen_toks={TOKENS}", "--log_samples", "--output_path", "results",
+    ],
+}  # fmt: skip
+DIVERGENCE = [
+    "divergence", "tiny", "--text", "text", "--window", "40", "--by-layer", "--json", "--batch-invariant",
+    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload", "--unverified",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +62,26 @@ def requests(seed: int) -> str:
 class Stops:
     """A command that is stopped and started again in one folder, beside a run of it without a stop."""
 
-    def __init__(self, suites: Suites, name: str) -> None:
+    def __init__(self, suites: Suites, name: str, command: str = "batch") -> None:
         self.suites, self.name, self.folder = suites, name, suites.folder / name
+        self.command = COMMANDS[command]
         self.folder.mkdir()
         (self.folder / "in.jsonl").write_text(requests(1))
+        if command == "lm-eval":
+            invented_tasks(self.folder / "tasks", 8)
         self.outcomes: list[Outcome] = []
 
     def start(self, **order) -> Outcome:
-        options = {"command": BATCH, "converts": False, "pass_s": PASS_S, "keep_every_s": KEEP_S, **order}
+        options = {"command": self.command, "converts": False, "pass_s": PASS_S, "keep_every_s": KEEP_S, **order}
         self.outcomes.append(self.suites.run(self.name, **options))
         return self.outcomes[-1]
 
-    def answers(self) -> list[str]:
+    def answers(self) -> object:
+        if self.command[0] == "run":
+            return self.suites.results(self.name)
+        if self.command[0] == "lm-eval":
+            *_, newest = sorted(self.folder.rglob("samples_*.jsonl"))
+            return [json.loads(line)["resps"] for line in newest.read_text().splitlines()]
         lines = map(json.loads, (self.folder / "out.jsonl").read_text().splitlines())
         return [json.dumps({**line["response"]["body"], "id": "", "created": 0}) for line in lines]
 
@@ -79,19 +103,27 @@ def tokens(outcome: Outcome) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def whole(suites):
-    stops = Stops(suites, "whole")
-    assert stops.start().code == 0, stops.outcomes[-1].output
-    return stops
+    """Command -> a run of it without a stop."""
+
+    @cache
+    def run(command: str = "batch") -> Stops:
+        stops = Stops(suites, f"whole-{command}", command)
+        assert stops.start().code == 0, stops.outcomes[-1].output
+        assert stops.answers()
+        return stops
+
+    return run
 
 
 def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], draw: random.Random) -> None:
     """Stop the command by signals at random moments, each a part of the run further; then let it end."""
-    stops, expected = Stops(suites, name), tokens(whole.outcomes[0])
+    command = whole.command[0]
+    stops, expected = Stops(suites, f"{command}-{name}", command), tokens(whole.outcomes[0])
     for number in numbers:
         outcome = stops.start(name="draw", at=draw.randrange(len(expected) // (1 + len(numbers))), number=number)
         assert outcome.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), outcome.output
         if number != signal.SIGKILL:
-            assert "Go on with:\n  flexgen-helm batch in.jsonl" in outcome.output
+            assert f"Go on with:\n  flexgen-helm {command} " in outcome.output
     assert stops.start().code == 0, stops.outcomes[-1].output
     assert stops.answers() == whole.answers()
     assert {token for outcome in stops.outcomes for token in tokens(outcome)} == set(expected)
@@ -103,13 +135,13 @@ def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], 
 
 
 def test_a_killed_batch_goes_on_behind_its_tokens(suites, whole):
-    stop_and_go_on(suites, whole, "killed", [signal.SIGKILL], random.Random(1))
+    stop_and_go_on(suites, whole(), "killed", [signal.SIGKILL], random.Random(1))
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_loses_no_token(suites, whole, number):
-    stop_and_go_on(suites, whole, signal.Signals(number).name, [number], random.Random(2))
+    stop_and_go_on(suites, whole(), signal.Signals(number).name, [number], random.Random(2))
 
 
 def test_without_keeping_all_is_drawn_again(suites, whole):
@@ -121,10 +153,37 @@ def test_without_keeping_all_is_drawn_again(suites, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", share(range(10), 5))
-def test_stopped_at_thirty_random_moments(suites, whole, number):
+@pytest.mark.parametrize("number", share(range(4), 4))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_stopped_at_random_moments(suites, whole, command, number):
     draw = random.Random(number)
-    stop_and_go_on(suites, whole, f"random-{number}", draw.choices(SIGNALS, k=3), draw)
+    stop_and_go_on(suites, whole(command), f"random-{number}", draw.choices(SIGNALS, k=3), draw)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_stopped_divergence_computes_no_finished_pass_again(suites, number):
+    def start(folder: str, **order) -> Outcome:
+        (suites.folder / folder).mkdir(exist_ok=True)
+        (suites.folder / folder / "text").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:700])
+        return suites.run(folder, command=DIVERGENCE, converts=False, keep_every_s=0.0, **order)
+
+    def printed(outcome: Outcome) -> dict:
+        assert outcome.code == 0, outcome.output
+        return json.loads(outcome.output[outcome.output.index("{\n") : outcome.output.rindex("}") + 1])
+
+    whole = start("divergence")
+    steps = whole.steps.count("compute")
+    folder = f"divergence-{number}"
+    stopped = start(folder, name="compute", at=random.Random(number).randrange(steps // 4, steps // 2), number=number)
+    assert stopped.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.output
+    if number != signal.SIGKILL:
+        assert "Go on with:\n  flexgen-helm divergence tiny" in stopped.output
+    again = start(folder)
+    assert printed(again) == printed(whole)
+    layers = 3
+    assert steps <= stopped.steps.count("compute") + again.steps.count("compute") <= steps + layers + 2
+    assert not list((suites.folder / folder / "offload").glob("logits-*"))
 
 
 def test_another_precision_goes_on_behind_nothing(suites):

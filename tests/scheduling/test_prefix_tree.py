@@ -1,7 +1,5 @@
 """The prefix plan against a slow trie, on random prompts."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

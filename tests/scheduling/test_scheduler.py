@@ -1,9 +1,6 @@
 """The scheduler on paper: everyone is served, no limit is passed, slots stay contiguous. No torch."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.planner.policy import ROW, ZIGZAG, Schedule
-from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits, work_items
-from flexgen_helm.scheduling.sequence import AnswerLengths, CacheBlock, Sequence, SequenceKind
+from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.sequence import AnswerLengths, Sequence, SequenceKind
 from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
@@ -21,7 +17,7 @@ shapes_strategy = st.lists(
 )
 
 
-def make(shape: tuple[int, int, int]) -> Sequence:
+def make(shape):
     """A prompt of some tokens that generates up to `max_new`, in place or as several continuations."""
     prompt_len, max_new, continuations = shape
     tokens = [1] * prompt_len
@@ -54,7 +50,7 @@ CASES = st.fixed_dictionaries(
 ).map(lambda drawn: SimpleNamespace(**drawn))
 
 
-@settings(max_examples=share_of(400, 4), deadline=None)
+@settings(max_examples=share_of(400, 4))
 @given(shapes=shapes_strategy, case=CASES)
 def test_everyone_is_served_within_the_limits(shapes, case):
     """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
@@ -84,11 +80,11 @@ def test_everyone_is_served_within_the_limits(shapes, case):
         for _, max_new, _ in shapes:
             lengths.count_token(max_new), lengths.count_end(max_new)
     scheduler = Scheduler(waiting, limits, lengths)
-    served: dict[Sequence, int] = {}
-    content: dict[CacheBlock, list[Sequence | None]] = {}  # whose tokens are in each slot
+    served = {}
+    content = {}  # whose tokens are in each slot
     widest = {prompt: prompt.cache_tokens for prompt in prompts}
 
-    def end(sequence: Sequence) -> None:
+    def end(sequence):
         move = scheduler.retire(sequence)
         if move is not None and move.source is not None:
             assert move.source == len(move.block.sequences) and move.target < move.source
@@ -179,9 +175,9 @@ def test_everyone_is_served_within_the_limits(shapes, case):
     assert scheduler.num_running == 0 and scheduler.cache_tokens == 0
 
 
-def with_prefixes(prompts: list[Sequence], length: int, num_users: int) -> list[Sequence]:
+def with_prefixes(prompts, length, num_users):
     """Put a shared prefix before every `num_users` prompts."""
-    waiting: list[Sequence] = []
+    waiting = []
     for first in range(0, len(prompts), num_users):
         users = prompts[first : first + num_users]
         shared = Sequence(
@@ -206,7 +202,7 @@ def test_the_youngest_are_preempted_where_more_was_expected_to_end():
     assert most > room // 64 and scheduler.num_preempted > 0 and not prompts[0].is_recomputed
 
 
-def most_running(scheduler: Scheduler, room: int, count_token: Callable[[], None]) -> int:
+def most_running(scheduler, room, count_token):
     """Go on until answers of 60 tokens have ended; return how many sequences ran at once."""
     most = 0
     for _ in range(2000):
@@ -254,7 +250,7 @@ def test_expected_lengths_are_those_of_a_geometric_distribution(rate, most):
     assert AnswerLengths().expected_tokens(None, most) == most
 
 
-def seated(lengths: list[int], cache_tokens: int, block_sequences: int) -> list[list[int]]:
+def seated(lengths, cache_tokens, block_sequences):
     """Slots that the sequences of each block need, where all prompts are let in by one pass."""
     prompts = [make((length, 10, 0)) for length in sorted(lengths, reverse=True)]
     scheduler = Scheduler(
@@ -265,7 +261,7 @@ def seated(lengths: list[int], cache_tokens: int, block_sequences: int) -> list[
     return [[sequence.cache_tokens for sequence in block.sequences] for block in blocks]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(20, 60), min_size=1, max_size=150), more=st.integers(0, 20_000))
 def test_large_blocks_are_of_neighbours_and_a_small_part_of_the_cache(lengths, more):
     room = 70 * len(lengths) + more
@@ -281,11 +277,3 @@ def test_sequences_of_one_length_share_a_block_where_there_is_room():
     assert [len(block) for block in seated([50] * 100, 10**6, 32)] == [32, 32, 32, 4]
     assert [len(block) for block in seated([50] * 100, 8 * 59 * 40, 128)] == [40, 40, 20]
     assert [len(block) for block in seated([500] * 40 + [50] * 60, 10**6, 128)] == [40, 60]
-
-
-def test_zigzag_needs_each_weight_once_a_pass_and_row_once_a_batch():
-    def loads(schedule: Schedule) -> int:
-        order = [item.stage for item in work_items(schedule, 5, 4)]
-        return sum(a != b for a, b in zip([None, *order], order))
-
-    assert (loads(ZIGZAG), loads(ROW)) == (5, 20)

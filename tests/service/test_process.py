@@ -1,12 +1,9 @@
 """Signals and the end of a process that has a service."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +17,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture
-def handlers() -> Iterator[None]:
+def handlers():
     """Puts the handlers back that the test replaces."""
     before = [signal.getsignal(number) for number in NUMBERS]
     yield
@@ -28,8 +25,8 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_sigint_stops_the_service_and_does_what_it_did_before(handlers: None) -> None:
-    service, seen = Service(FakeLoader()), []  # type: ignore[arg-type, var-annotated]
+def test_sigint_stops_the_service_and_does_what_it_did_before(handlers):
+    service, seen = Service(FakeLoader()), []
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     process.interrupt_on_signals(service.interrupt)
     handler = signal.getsignal(signal.SIGINT)
@@ -47,11 +44,11 @@ def test_sigint_stops_the_service_and_does_what_it_did_before(handlers: None) ->
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_signal_does_not_disturb_the_last_writes(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_does_not_disturb_the_last_writes(handlers, monkeypatch):
     """The process has decided to end; the response cache is being written."""
-    closed: list[bool] = []
+    closed = []
 
-    def close() -> bool:
+    def close():
         for number in NUMBERS:
             signal.raise_signal(number)
         closed.append(True)
@@ -62,9 +59,9 @@ def test_a_second_signal_does_not_disturb_the_last_writes(handlers: None, monkey
     assert closed == [True]
 
 
-def test_a_fork_ends_at_a_signal_and_interrupts_nothing(handlers: None) -> None:
+def test_a_fork_ends_at_a_signal_and_interrupts_nothing(handlers):
     """A pool of a metric ends its workers by SIGTERM."""
-    service = Service(FakeLoader())  # type: ignore[arg-type]
+    service = Service(FakeLoader())
     for number in NUMBERS:
         signal.signal(number, signal.default_int_handler)
     for is_served in (False, True):
@@ -104,7 +101,7 @@ sys.exit(cli.main(["no such command"]))
 """
 
 
-def test_a_thread_that_hears_nothing_changes_no_exit_code() -> None:
+def test_a_thread_that_hears_nothing_changes_no_exit_code():
     command, environment = [*python("all"), "-c", DEAF], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, "terminate" in done.stderr) == (2, "said", False)

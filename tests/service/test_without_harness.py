@@ -1,17 +1,10 @@
 """The service where no harness can be imported: models by name, prompts as text, results as those of `Engine.run`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import TinyModel
 
 HARNESSES = ("helm", "lm_eval", "inspect_ai", "openai")
 # What any harness does: encode a prompt once, key the request, ask from many threads, end at the end of the process.
@@ -52,9 +45,7 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & set({harnesses!r})
 """
 
 
-def test_a_harness_of_ones_own_gets_what_the_engine_computes(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_of_ones_own_gets_what_the_engine_computes(tiny, tmp_path, monkeypatch):
     code = PROGRAM.format(harnesses=HARNESSES, path=str(tiny("llama").path))
     environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

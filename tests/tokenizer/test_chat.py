@@ -1,10 +1,7 @@
 """Which prompts get a chat template, how messages become text, and how often BOS is there."""
 
-from __future__ import annotations
-
 from copy import copy
 from datetime import datetime
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,13 +12,13 @@ from transformers.utils import chat_template_utils
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
-from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions, TemplateChoice, chat_format
+from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHAT_MODELS, CHATML
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
+def tokenizers(tmp_path_factory):
     loaded = {}
     for name, model in CHAT_MODELS.items():
         tokenizer = Tokenizer.from_path(model.write(tmp_path_factory.mktemp("chat") / "model"))
@@ -30,11 +27,11 @@ def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     return loaded
 
 
-def decide(tokenizer: Any, choice: TemplateChoice | None = "auto", is_base: bool = False, **options: Any) -> ChatFormat:
+def decide(tokenizer, choice="auto", is_base=False, **options):
     return chat_format(tokenizer, ChatOptions(choice, **options), "acme", is_base)
 
 
-def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+def replace_template(tokenizer, template):
     changed = copy(tokenizer)
     changed.chat_template = template
     return changed
@@ -43,10 +40,10 @@ def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 class Template:
     """A tokenizer that has only a template."""
 
-    def __init__(self, render: Any) -> None:
+    def __init__(self, render):
         self.chat_template, self._render = "yes", render
 
-    def apply_chat_template(self, messages: Any, **variables: Any) -> str:
+    def apply_chat_template(self, messages, **variables):
         return str(self._render(messages))
 
 
@@ -70,33 +67,33 @@ def test_the_decision_and_its_reason(tokenizers, name, choice, is_base, applied,
     assert (decided.applied, decided.reason) == (applied, reason)
 
 
-@pytest.mark.parametrize(
-    "name, is_base",
-    [
-        ("smollm2-135m", True), ("smollm2-135m-instruct-q4_1", False), ("qwen3-8b-base-4bit", True),
-        ("gemma-3-1b-pt-no-template", True), ("Qwen/Qwen3-8B", False), ("Qwen/Qwen2.5-7B", True),
-        ("Qwen/Qwen2.5-7B-Instruct-1M", False), ("Qwen/Qwen1.5-0.5B-Chat", False), ("Qwen--QwQ-32B", False),
-        ("HuggingFaceTB/SmolLM3-3B", False), ("HuggingFaceTB/SmolLM3-3B-Base", True), ("chat-lab/model-pt", True),
-        ("acme/unknown", False),
-    ],
-)  # fmt: skip
-def test_base_models_are_known_by_catalog_or_name(name, is_base):
-    assert resolve(name).is_base == is_base
+BASE = """smollm2-135m qwen3-8b-base-4bit gemma-3-1b-pt-no-template Qwen/Qwen2.5-7B HuggingFaceTB/SmolLM3-3B-Base
+    chat-lab/model-pt"""
+INSTRUCT = """smollm2-135m-instruct-q4_1 Qwen/Qwen3-8B Qwen/Qwen2.5-7B-Instruct-1M Qwen/Qwen1.5-0.5B-Chat Qwen--QwQ-32B
+    HuggingFaceTB/SmolLM3-3B acme/unknown"""
+
+
+@pytest.mark.parametrize("names, is_base", [(BASE, True), (INSTRUCT, False)])
+def test_base_models_are_known_by_catalog_or_name(names, is_base):
+    assert {name: resolve(name).is_base for name in names.split()} == dict.fromkeys(names.split(), is_base)
 
 
 def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
-    with pytest.raises(UsageError, match="the tokenizer of acme has no chat template; leave --chat-template true out"):
-        decide(tokenizers["base"], True)
-    with pytest.raises(UsageError, match="chat template of acme cannot be used: .*System role.*leave the system prom"):
-        decide(tokenizers["without system role"], system_prompt="Be brief.")
-    with pytest.raises(UsageError, match="leaves the system prompt out; take --chat-template false"):
-        decide(Template(lambda messages: messages[-1]["content"]), system_prompt="Be brief.")
-    broken = Tokenizer(tokenizers["instruct"]._backend, chat_template="{{ messages[7].content.nothing }}")
-    for choice in ("auto", True):
-        with pytest.raises(UsageError, match="chat template of acme cannot be used.*--chat-template false"):
-            decide(broken, choice)
+    system = {"system_prompt": "Be brief."}
+    leaves_out = Template(lambda messages: messages[-1]["content"])
+    broken = replace_template(tokenizers["instruct"], "{{ messages[7].content.nothing }}")
+    unusable = "chat template of acme cannot be used.*--chat-template false"
+    for tokenizer, choice, options, message in (
+        (tokenizers["base"], True, {}, "tokenizer of acme has no chat template; leave --chat-template true out"),
+        (tokenizers["without system role"], "auto", system, "cannot be used: .*System role.*leave the system prom"),
+        (leaves_out, "auto", system, "leaves the system prompt out; take --chat-template false"),
+        (broken, "auto", {}, unusable),
+        (broken, True, {}, unusable),
+    ):
+        with pytest.raises(UsageError, match=message):
+            decide(tokenizer, choice, **options)
     assert not decide(broken, False).applied  # tried only where it is needed
-    assert not decide(tokenizers["without system role"], False, system_prompt="Be brief.").applied
+    assert not decide(tokenizers["without system role"], False, **system).applied
 
 
 # Rendering
@@ -120,16 +117,16 @@ def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers):
     assert decided.render_messages([system_turn, user]) == plain.render_messages([system_turn, user])
 
 
+PARTS = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+
+
 def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    message = {"role": "user", "content": parts}
     for name in ("instruct", "thinking", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
-        assert decided.render_messages([message]) == decided.render_prompt("one\ntwo")
-    seen: list[Any] = []
-    knowing = Template(lambda messages: seen.append(messages) or "Hello, the same")
-    decide(knowing).render_messages([message])
-    assert seen[-1] == [message]  # handed on as it is
+        assert decided.render_messages([PARTS]) == decided.render_prompt("one\ntwo")
+    seen = []
+    decide(Template(lambda messages: seen.append(messages) or "Hello, the same")).render_messages([PARTS])
+    assert seen[-1] == [PARTS]  # handed on as it is
 
 
 def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
@@ -138,10 +135,8 @@ def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
         {%- endfor %}{% endfor %}[assistant]{% if '</think>' %}<think>{% endif %}"""
     chat = decide(replace_template(tokenizers["instruct"], template), system_prompt="Be brief.")
     assert chat.render_prompt("one") == "[system]Be brief.[user]one[assistant]<think>"
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert chat.render_messages([{"role": "user", "content": parts}]).endswith("[user]onetwo[assistant]<think>")
-    thinking = chat.thinking(chat.render_prompt("What is </think>?"))
-    assert thinking is not None and thinking.begins_inside
+    assert chat.render_messages([PARTS]).endswith("[user]onetwo[assistant]<think>")
+    assert chat.thinking(chat.render_prompt("What is </think>?")).begins_inside
     with pytest.raises(UsageError, match="leaves the prompt out; take --chat-template false"):
         decide(replace_template(tokenizers["instruct"], "{% for m in messages if m.content is none %}{% endfor %}"))
 
@@ -177,19 +172,19 @@ def test_only_generating_prompts_are_rendered(tokenizers):
     prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
     assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
     assert plain.render(prompt) is None
-    for request in (GenerationRequest(prompt="Hi", echo_logprobs=True), GenerationRequest(prompt="Hi", max_tokens=0),
-                  GenerationRequest(prompt_token_ids=[1])):  # fmt: skip
-        assert applied.render(request) is None
+    for fields in (
+        {"prompt": "Hi", "echo_logprobs": True},
+        {"prompt": "Hi", "max_tokens": 0},
+        {"prompt_token_ids": [1]},
+    ):
+        assert applied.render(GenerationRequest(**fields)) is None
 
 
 def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers):
-    auto = decide(tokenizers["instruct"])
-    assert auto.identity == decide(tokenizers["instruct"], True).identity
-    changed = [
-        decide(tokenizers["instruct"], system_prompt="Be brief."),
-        decide(tokenizers["instruct"], chat_template_kwargs={"a": 1}),
-        decide(tokenizers["thinking"]),
-    ]
+    instruct, thinking = tokenizers["instruct"], tokenizers["thinking"]
+    auto = decide(instruct)
+    assert auto.identity == decide(instruct, True).identity
+    changed = [decide(instruct, system_prompt="s"), decide(instruct, chat_template_kwargs={"a": 1}), decide(thinking)]
     assert len({chat.identity for chat in (auto, *changed)}) == 4
     record = auto.as_json()
     assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
@@ -199,15 +194,12 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
 def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers):
     thinks = decide(tokenizers["thinking"], thinking_budget=7)
     answers = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False})
+    itself = decide(replace_template(tokenizers["instruct"], f"{CHATML}{{# </think> #}}"))  # the model writes <think>
     end = tuple(tokenizers["thinking"].encode("\n</think>\n\n"))
     for text in ("Hi", "What is <think>?", "<think>", "</think>", "Hello"):
         assert thinks.thinking(thinks.render_prompt(text)) == ThinkingFormat(True, 7, end)
         assert answers.thinking(answers.render_prompt(text)) == ThinkingFormat(False, None, end)
-    itself = Tokenizer(tokenizers["instruct"]._backend, chat_template=f"{CHATML}{{# </think> #}}")
-    for text in ("Hi", "What is <think>?"):  # the model writes <think> itself, whatever the user speaks of
-        decided = decide(itself)
-        thinking = decided.thinking(decided.render_prompt(text))
-        assert thinking is not None and not thinking.begins_inside
+        assert not itself.thinking(itself.render_prompt(text)).begins_inside  # whatever the user speaks of
     plain = decide(tokenizers["instruct"])
     assert plain.thinking(plain.render_prompt("</think>")) is None
 

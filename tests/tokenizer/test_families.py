@@ -4,8 +4,6 @@ The golden ids were worked out by a slow encoder of the published pipelines' ste
 held against `tokenizers` on the same file (OPT, whose files are read by `transformers`, against that).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
@@ -21,7 +19,7 @@ from transformers import AutoTokenizer
 
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.tokenizers_by_family import FAMILIES, begin_with
+from tests.helpers.tokenizers_by_family import FAMILIES
 
 NAMES = list(FAMILIES)
 GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世界 👍<|endoftext|></s> <bos>", " Hello"]
@@ -30,22 +28,20 @@ GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世�
 # 2. Two spaces: kept, or three with sentencepiece's own; e and accent composed (NFC) or left; newlines joined or not.
 # 3. Characters of which a token holds some bytes; which of the special texts are tokens; bytes where no token fits.
 # 4. A word that no order of merges reaches, though it is in the vocabulary (`ignore_merges`).
-GOLDEN: dict[str, list[list[int]]] = {
+GOLDEN = {
     "llama3": [
-        [308, 291, 258, 220, 276, 23, 265, 266, 282],
-        [308, 220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 68, 136, 223, 197, 281],
-        [308, 302, 303, 243, 234, 220, 305, 235, 27, 91, 68, 77, 67, 78, 69, 83, 68, 87, 83, 91, 29, 27, 14,
-         82, 29, 220, 27, 65, 78, 82, 29],
-        [308, 296],
+        "308 291 258 220 276 23 265 266 282",
+        "308 220 220 271 45 6 51 264 69 284 220 68 136 223 197 281",
+        "308 302 303 243 234 220 305 235 27 91 68 77 67 78 69 83 68 87 83 91 29 27 14 82 29 220 27 65 78 82 29",
+        "308 296",
     ],
     "gemma2": [
-        [2, 353, 323, 264, 339, 340, 330, 331, 347],
-        [2, 343, 336, 86, 311, 295, 329, 279, 317, 264, 265, 212, 137, 320, 346],
-        [2, 318, 239, 157, 148, 264, 248, 167, 153, 149, 68, 132, 265, 270, 274, 268, 279, 266, 265, 288,
-         266, 132, 70, 68, 55, 271, 70, 264, 2],
-        [2, 264, 353],
+        "2 353 323 264 339 340 330 331 347",
+        "2 343 336 86 311 295 329 279 317 264 265 212 137 320 346",
+        "2 318 239 157 148 264 248 167 153 149 68 132 265 270 274 268 279 266 265 288 266 132 70 68 55 271 70 264 2",
+        "2 264 353",
     ],
-}  # fmt: skip
+}
 
 SAMPLES = [
     *GOLDEN_TEXTS, "", " ", "a", "word", " word", "  lead  and  trail  \n", "a\n\n\n b\t\tc\r\n\r\n", "     x        y",
@@ -64,15 +60,15 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     return {name: family.write(root / name) for name, family in FAMILIES.items()}
 
 
-_loaded: dict[Path, Tokenizer] = {}
+_loaded = {}
 
 
-def load(path: Path) -> Tokenizer:
+def load(path):
     if path not in _loaded:
         tokenizer = Tokenizer.from_path(path)
         assert tokenizer is not None
@@ -81,7 +77,7 @@ def load(path: Path) -> Tokenizer:
 
 
 @cache
-def reference(name: str) -> Backend:
+def reference(name):
     """The tokenizer that `tokenizers` makes of the file, or `transformers` of OPT's files."""
     with TemporaryDirectory() as root:
         folder = FAMILIES[name].write(Path(root, name))
@@ -90,18 +86,18 @@ def reference(name: str) -> Backend:
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
 
-def expected(name: str, text: str) -> list[int]:
+def expected(name, text):
     """Ids with BOS, which a text that brings its own does not get again."""
     ids = reference(name).encode(text).ids
     bos = FAMILIES[name].bos
     return ids[1:] if bos and text.startswith(bos) else ids
 
 
-def normalize(name: str, text: str) -> str:
+def normalize(name, text):
     return unicodedata.normalize("NFC", text) if name in ("gpt-neox", "qwen2") else text
 
 
-def prefix_space(name: str) -> str:
+def prefix_space(name):
     """What a sentencepiece family puts before a text and keeps in its first token."""
     return " " if FAMILIES[name].dummy else ""
 
@@ -111,7 +107,8 @@ def prefix_space(name: str) -> str:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_ids(folders, name):
-    assert [load(folders[name]).encode(text) for text in GOLDEN_TEXTS] == GOLDEN[name]
+    found = [load(folders[name]).encode(text) for text in GOLDEN_TEXTS]
+    assert [" ".join(map(str, ids)) for ids in found] == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -212,7 +209,7 @@ def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
 
 
 def test_what_pipelines_change_or_drop_is_theirs(folders):
-    def through(name: str, text: str) -> str:
+    def through(name, text):
         tokenizer = load(folders[name])
         return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
 
@@ -224,17 +221,6 @@ def test_what_pipelines_change_or_drop_is_theirs(folders):
 
 
 # ---- files that are not all there ----
-
-
-def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path):
-    folder = FAMILIES["phi3"].write(tmp_path / "phi3")
-    assert FAMILIES["phi3"].config["add_bos_token"] is False
-    backend = FAMILIES["phi3"].backend()
-    backend.post_processor = begin_with("<s>", 1)
-    backend.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer.from_path(folder)
-    assert tokenizer is not None
-    assert tokenizer.encode("word")[0] == tokenizer.bos_id == 1
 
 
 def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path):

@@ -1,14 +1,10 @@
 """Thinking: told from the answer, whatever the tokens; stop strings, budgets, and thinking without an end."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,13 +16,13 @@ from flexgen_helm.tokenizer.thinking import is_unfinished, split_thinking
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
 
-def helms_parsers() -> dict[str, Callable[[str], tuple[str, str]]]:
+def helms_parsers():
     """HELM's parsers of thinking, from the source of a module that needs a package which is not installed."""
     spec = find_spec("helm")
-    source = Path(next(iter(spec.submodule_search_locations or ()))) / "clients" / "together_client.py"  # type: ignore
+    source = Path(next(iter(spec.submodule_search_locations or ()))) / "clients" / "together_client.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     tree.body = [part for part in tree.body if getattr(part, "name", "").startswith("_parse_thinking_")]
-    namespace: dict[str, Any] = {"re": re, "Tuple": tuple}
+    namespace = {"re": re, "Tuple": tuple}
     exec(compile(tree, str(source), "exec"), namespace)
     return {name: parse for name, parse in namespace.items() if name.startswith("_parse")}
 
@@ -36,22 +32,20 @@ EOS = 10**6
 THOUGHT = "<think>\nThe user\nasks é👍.\n</think>\n\nParis.\nAnd so on"
 
 
-def cut(text: str, borders: list[int]) -> list[bytes]:
+def cut(text, borders):
     """The bytes of a text as tokens, cut anywhere, within characters too."""
     data = text.encode()
     cuts = sorted({0, len(data), *(border % (len(data) + 1) for border in borders)})
     return [data[start:end] for start, end in pairwise(cuts)]
 
 
-def completion(pieces: list[bytes], reason: str = "endoftext") -> Completion:
+def completion(pieces, reason="endoftext"):
     text = b"".join(pieces).decode(errors="replace")
     ids = tuple(range(len(pieces)))
-    return Completion(text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason)  # type: ignore
+    return Completion(text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason)
 
 
-def run(
-    pieces: list[bytes], *, inside: bool = False, stop: tuple[str, ...] = (), marks: ThinkingMarks = ThinkingMarks()
-) -> CompletionState:
+def run(pieces, *, inside=False, stop=(), marks=ThinkingMarks()):
     """Draw the pieces, as far as nothing ends the completion and no token is forced."""
     request = GenerationRequest(
         prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside, marks=marks)
@@ -64,7 +58,7 @@ def run(
     return state
 
 
-def reference(text: str, inside: bool, stop: str) -> str:
+def reference(text, inside, stop):
     """The text up to its stop string, by one regular expression over the whole text."""
     begin = r"" if inside else r"\s*<think>"
     match = re.match(begin + r".*?</think>\s*", text, re.DOTALL)
@@ -220,7 +214,7 @@ END_IDS = (900, 901, 902)
 VOCABULARY = {900: b"\n</", 901: b"think>", 902: b"\n\n", 1: b"<think>", 2: b"hm ", 3: b"Paris", 4: b"</think>"}
 
 
-def forced(tokens: list[int], budget: int, inside: bool = False, max_tokens: int = 50) -> list[int | None]:
+def forced(tokens, budget, inside=False, max_tokens=50):
     """What is forced at each draw of a completion whose model would draw `tokens`."""
     assert b"".join(VOCABULARY[i] for i in END_IDS).decode() == "\n</think>\n\n"
     thinking = ThinkingFormat(inside, budget, END_IDS)

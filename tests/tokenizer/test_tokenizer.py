@@ -1,11 +1,7 @@
 """What a tokenizer's files say is taken or refused: templates, ends, bytes, code that is never run."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -24,19 +20,19 @@ TEMPLATE = (
 )
 
 
-def write(folder: Path, name: str, content: Any) -> None:
+def write(folder, name, content):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
 
-def load(path: Path) -> Tokenizer:
+def load(path):
     tokenizer = Tokenizer.from_path(path)
     assert tokenizer is not None
     return tokenizer
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizers")
     folders = {name: FAMILIES[name].write(root / name) for name in ("gpt2", "llama2", "opt")}
     write(folders["llama2"], "chat_template.jinja", TEMPLATE)
@@ -67,18 +63,6 @@ def test_end_ids_come_from_every_configuration(folders, tmp_path):
     write(folder, "config.json", {"eos_token_id": None, "text_config": {"eos_token_id": 7}})
     write(folder, "generation_config.json", {"eos_token_id": [8, 9]})
     assert load(folder).eos_ids == {*load(folders["gpt2"]).eos_ids, 7, 8, 9}
-
-
-def test_truncation_and_padding_are_switched_off(folders, tmp_path):
-    folder = shutil.copytree(folders["gpt2"], tmp_path / "cut")
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    backend.enable_truncation(3)
-    backend.enable_padding(length=50, pad_id=0, pad_token="<|endoftext|>")
-    write(folder, "tokenizer.json", backend.to_str())
-    cut, want = load(folder), load(folders["gpt2"])
-    assert cut.encode(TEXT) == want.encode(TEXT)
-    assert cut.fingerprint == want.fingerprint
-    assert want.fingerprint != load(folders["llama2"]).fingerprint
 
 
 def test_chat_template(folders):
