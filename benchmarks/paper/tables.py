@@ -79,6 +79,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
 def main(file: Path, hardware: str = "t4") -> None:
     """Print the prediction for every row of a table of throughputs, and the errors."""
     result = evaluate_csv(file, profile_named(hardware))
+<<<<<<< HEAD
     rows, summary = result["rows"], result["summary"]
     print_table(
         [
@@ -95,6 +96,18 @@ def main(file: Path, hardware: str = "t4") -> None:
             for row in rows
         ]
     )
+=======
+    rows, summary = pd.DataFrame(result["rows"]), result["summary"]
+    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
+    table = rows.reindex(columns=["system", "model"]).fillna("")
+    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
+    table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
+    table["token/s"] = rows.get("tokens_per_s", "")
+    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
+    table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
+    table["bottleneck"] = rows["bottleneck"]
+    print_table(table.to_dict("records"))
+>>>>>>> main
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]

@@ -219,10 +219,11 @@ class AttentionMetadata:
         if self.packed:
             return self._attend_packed(at, q, k, v)
         segments = self._attend_own(at, q, k, v)
-        tokens, (out, lse) = next(segments)
-        if tokens.stop - tokens.start < len(q):
-            first, (out, lse) = (out, lse), (torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
-            for tokens, part in chain([(tokens, first)], segments):
+        first, (out, lse) = next(segments)
+        if first.stop - first.start < len(q):
+            parts = chain([(first, (out, lse))], segments)
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+            for tokens, part in parts:
                 out[tokens], lse[tokens] = part
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
@@ -247,9 +248,7 @@ class AttentionMetadata:
             tokens = decoding.tokens
             yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
 
-    def _store_prompts(
-        self, at: LayerAttention, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[PromptAttention, KeysValues]]:
+    def _store_prompts(self, at: LayerAttention, k: Tensor, v: Tensor) -> Iterator[tuple[PromptAttention, KeysValues]]:
         """Store each prompt that anything reads later; yield it with its older tokens as quantizing leaves them."""
         asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in self.prompts]
         for prompt, (units, older) in zip(self.prompts, at.cache.codec.encode_prompts(k, v, asked)):
@@ -453,7 +452,12 @@ def build_attention_metadata(
                 for part in stored or [window]
             ]
     joined = None
-    if device.type == "cuda" and fmt is None and ends and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts)):
+    if (
+        device.type == "cuda"
+        and fmt is None
+        and ends
+        and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts))
+    ):
         longest = max(end - begin for begin, end in pairwise(ends))
         joined = JoinedPrompts(slice(ends[0], ends[-1]), (borders.on_device - ends[0]).int(), longest)
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
