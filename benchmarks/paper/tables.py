@@ -79,24 +79,6 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
 def main(file: Path, hardware: str = "t4") -> None:
     """Print the prediction for every row of a table of throughputs, and the errors."""
     result = evaluate_csv(file, profile_named(hardware))
-<<<<<<< HEAD
-    rows, summary = result["rows"], result["summary"]
-    print_table(
-        [
-            {
-                "system": row.get("system"),
-                "model": row["model"],
-                "block": f"{row['gpu_batch_size']}x{row['num_gpu_batches']}",
-                "wg/wc cg/cc hg/hc": " ".join(f"{row[f'{x}g']}/{row[f'{x}c']}" for x in "wch"),
-                "token/s": row.get("tokens_per_s"),
-                "predicted": row["predicted_tokens_per_s"] if row["feasible"] else "OOM",
-                "error": None if row["error"] is None else f"{row['error']:+.0%}",
-                "bottleneck": row["bottleneck"],
-            }
-            for row in rows
-        ]
-    )
-=======
     rows, summary = pd.DataFrame(result["rows"]), result["summary"]
     shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
     table = rows.reindex(columns=["system", "model"]).fillna("")
@@ -107,7 +89,6 @@ def main(file: Path, hardware: str = "t4") -> None:
     table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
     table["bottleneck"] = rows["bottleneck"]
     print_table(table.to_dict("records"))
->>>>>>> main
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
