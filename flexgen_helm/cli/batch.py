@@ -106,6 +106,7 @@ def batch(
                 raise
             raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
         reader, service = ModelReader("batch"), Service(EngineLoader())
+        atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
         head = {"created": created, "model": name}
         answered = _answers(parsed, arguments, reader, service, head, None if model else name)
     with written_whole(out, "-o") as output, closing(answered):
@@ -198,8 +199,7 @@ def _answers(
         with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
             yield from map(response, lines)
     finally:
-        if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close)
+        service.close()
 
 
 def _failure(line: _Line) -> tuple[int, Json]:

@@ -76,6 +76,7 @@ def serve(
     from flexgen_helm.service.service import Service
 
     arguments, reader, service = model_arguments(model, engine), ModelReader("serve"), Service(EngineLoader())
+    atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
     name = served_model_name or model
     try:
         with Screen():
@@ -92,8 +93,7 @@ def serve(
         raise Interrupted("interrupted") from None
     finally:
         listener.close()
-        if not service.close():  # in the middle of something: the process ends without it
-            atexit.register(process.close_at_exit, service.close)
+        service.close()
 
 
 def _answer_one(service: Service, model: ModelArguments, reader: ModelReader) -> None:

@@ -191,7 +191,7 @@ class Service:
         self._flush_at = self._flush_at_latest = 0.0  # when the queue becomes a block, by `time.monotonic()`
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
-        self._is_closing = False
+        self._is_closing, self._close_by = False, 0.0
         self._to_preload: tuple[ModelArguments, bool] | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
@@ -293,14 +293,19 @@ class Service:
         return max(0.0, loaded.loaded_at - since) if loaded else 0.0
 
     def close(self) -> bool:
-        """Stop, write the response cache, free the model; return whether the worker has ended."""
+        """Stop, write the response cache, free the model; return whether the worker has ended.
+
+        A second call waits for what the first one has left of its time.
+        """
         self._interrupted.set()
         with self._changed:
+            if not self._is_closing:
+                self._close_by = time.monotonic() + SHUTDOWN_S
             self._is_closing = True
             self._changed.notify_all()
             worker = self._worker
         if worker is not None:
-            worker.join(SHUTDOWN_S)
+            worker.join(max(0.0, self._close_by - time.monotonic()))
             return not worker.is_alive()
         self._loader.close()
         return True

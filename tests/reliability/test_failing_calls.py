@@ -22,10 +22,12 @@ def suites(tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_call_that_fails_costs_no_result(suites, command):
     failing = FailingCalls(suites, command)
-    faults = failing.faults(2) if IS_WHOLE else [*{fault.kind: fault for fault in failing.faults()}.values()]
+    faults = failing.faults(2)
+    if not IS_WHOLE:
+        faults = [*{fault.kind: fault for fault in faults}.values()][: None if command == "run" else 4]
     tried = {str(fault): failing.try_one(fault) for fault in faults}
     wrong = {fault: (said, outcome.output) for fault, (outcome, said) in tried.items() if said}
     assert not [fault for fault, (said, _) in wrong.items() if said != "not reached"], wrong
-    assert len(wrong) <= len(faults) // 5  # as other threads come first
+    assert len(wrong) <= len(faults) // 4  # as other threads come first, and temporary files have other names
     if command == "run":
         assert sum(failing.calls.values()) > 400 and len(failing.calls) > 150

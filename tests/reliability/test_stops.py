@@ -6,8 +6,12 @@ The runs are real; passes are slowed down, so that most of a run's time is their
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from functools import cache
 
@@ -184,6 +188,40 @@ def test_a_stopped_divergence_computes_no_finished_pass_again(suites, number):
     layers = 3
     assert steps <= stopped.steps.count("compute") + again.steps.count("compute") <= steps + layers + 2
     assert not list((suites.folder / folder / "offload").glob("logits-*"))
+
+
+DEAF = """
+import sys, torch
+from flexgen_helm.cli import main
+from flexgen_helm.engine import executor
+
+def compute(*_):
+    print("computes", flush=True)
+    while True:
+        torch.ones(9, 9) @ torch.ones(9, 9)
+
+executor.Executor.run = compute
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_changes_nothing(suites):
+    """Not even while the engine is in the middle of something: ended by Python, its thread would abort the process."""
+    folder = Stops(suites, "twice").folder
+    (folder / "models.yaml").write_text(json.dumps({"tiny": str(suites.model)}))
+    variables = {"FLEXGEN_HELM_HOME": str(folder / "home"), "FLEXGEN_HELM_MODELS": str(folder / "models.yaml")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF, *BATCH, "--unverified"], cwd=folder, env={**os.environ, **variables}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert any(line == "computes\n" for line in process.stdout)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "terminate called" not in rest, rest
 
 
 def test_another_precision_goes_on_behind_nothing(suites):
