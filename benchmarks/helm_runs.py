@@ -69,7 +69,8 @@ def helm_run(
         shutil.copy(file, local / file.name)
     _share_weights(own_home)
     _share_data(output / "scenarios")
-    installed = str(Path(sys.executable).with_name(program[0]))
+    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    installed = shutil.which(program[0], path=paths) or program[0]
     command = [installed, *program[1:], "-r", *entries, f"--max-eval-instances={instances}"]
     command += ["--suite=bench", f"--output-path={output}", f"--local-path={local}"]
     if threads is not None:

@@ -55,6 +55,8 @@ _TITLES: dict[PhaseName, str] = {
 }
 # Seconds that a drawn token waits at most to be written.
 KEEP_EVERY_S = 10.0
+# Seconds after which the hidden states of a pass without decoding are kept.
+KEEP_STATES_EVERY_S = 600.0
 # Seconds between two looks at a folder that another program fills.
 _LOOK_EVERY_S = 0.25
 

@@ -141,7 +141,7 @@ def _repeat_weights() -> None:
         return quantize(torch.randn(shape).half() * 0.02, fmt)
 
     DummyCheckpoint._rounded_tiles = rounded  # type: ignore[assignment, method-assign]
-    matrices.quantize = lambda tile, fmt: packed(tile.shape, fmt)  # type: ignore[attr-defined]
+    vars(matrices)["quantize"] = lambda tile, fmt: packed(tile.shape, fmt)
 
 
 def main(function: str, arguments: str) -> None:

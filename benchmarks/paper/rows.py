@@ -23,6 +23,7 @@ from flexgen_helm.benchmarks.paper.systems import (
 from flexgen_helm.benchmarks.paper.tables import (
     evaluate_csv,
     full_memory,
+    label_of,
     predict_row,
     row_problem,
 )
@@ -102,9 +103,11 @@ def techniques() -> list[Row]:
     rows, lines, measured = [], [{}, {}, *_lines()], stored_rows("ablation")
     for named in _csv("techniques"):
         line, whole = lines[named["line"]], lines[named["of"]]
-        shares = (round(float(line[key]) / float(whole[key]), 3) for key in ("tokens_per_s", "predicted_tokens_per_s"))
+        paper, predicted = (
+            round(float(line[key]) / float(whole[key]), 3) for key in ("tokens_per_s", "predicted_tokens_per_s")
+        )
         ours = measured.get(named["measured"])
-        rows.append(row(named["label"], *shares, ours and round(ours["ratio"], 3)))
+        rows.append(row(named["label"], paper, predicted, ours and round(ours["ratio"], 3)))
     return rows
 
 
@@ -189,18 +192,20 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
     search's, in the model of the authors' engine.
     """
     rows: list[Row] = []
-    for (model, gpus), lines in pd.read_csv(PAPER / "devices.csv").groupby(["model", "gpus"], sort=False):
-        main_line = _main_line("FlexGen", str(model))
+    for line in _csv("devices"):
+        model, gpus = line["model"], line["gpus"]
+        main_line = _main_line("FlexGen", model)
         problem, policy, _ = row_problem(main_line, hardware)
         costs = predict_row(main_line, hardware)
         if gpus > 1:
-            found = search(replace(problem, ranks=int(gpus)), (ZIGZAG,))
+            found = search(replace(problem, ranks=gpus), (ZIGZAG,))
             costs, policy = found.prediction, found.policy
-        decoding = policy.block_size * (OUTPUT - 1) / costs.decode_s
-        rates = {"generation tokens/s": costs.tokens_per_s, "decoding tokens/s": decoding}
-        for metric, paper in zip(lines["metric"], lines["paper"]):
-            label = f"{model}, {gpus} GPU, {metric}"
-            rows.append(row(label, float(paper), _digits(rates[metric])))
+        for metric, rate in (
+            ("generation", costs.tokens_per_s),
+            ("decoding", policy.block_size * (OUTPUT - 1) / costs.decode_s),
+        ):
+            label = f"{model}, {gpus} GPU, {metric} tokens/s"
+            rows.append(row(label, line[metric], _digits(rate)))
     return rows
 
 
@@ -227,7 +232,7 @@ TABLES: Mapping[str, Callable[[], list[Row]]] = {
 
 
 def _csv(name: str) -> list[Row]:
-    return pd.read_csv(PAPER / f"{name}.csv").to_dict("records")  # type: ignore[return-value]
+    return pd.read_csv(PAPER / f"{name}.csv").to_dict("records")
 
 
 @cache
@@ -252,12 +257,9 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
 
 
 def _predicted(line: Row) -> Row:
-    shares = " ".join(f"{line[f'{kind}g']}/{line[f'{kind}c']}" for kind in "wch")
-    block = f"{line['gpu_batch_size']}x{line['num_gpu_batches']}"
-    held = ", page cache held back" if line["page_cache"] == "held_back" else ""
     paper = line["tokens_per_s"] if line["tokens_per_s"] == "OOM" else float(line["tokens_per_s"])
     predicted = _digits(line["predicted_tokens_per_s"]) if line["feasible"] else "OOM"
-    return row(f"{line['system']} {line['model']} {block} {shares}{held}", paper, predicted)
+    return row(label_of(line), paper, predicted)
 
 
 def _digits(value: float) -> float:

@@ -62,7 +62,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
         except (ValueError, KeyError, UsageError) as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
         # The table may say that memory ran out, or nothing.
-        measured = pd.to_numeric(line.get("tokens_per_s", ""), errors="coerce")
+        measured = float(pd.to_numeric(line.get("tokens_per_s", ""), errors="coerce"))
         rows.append(
             {
                 **line,
@@ -79,16 +79,19 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
 def main(file: Path, hardware: str = "t4") -> None:
     """Print the prediction for every row of a table of throughputs, and the errors."""
     result = evaluate_csv(file, profile_named(hardware))
-    rows, summary = pd.DataFrame(result["rows"]), result["summary"]
-    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
-    table = rows.reindex(columns=["system", "model"]).fillna("")
-    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
-    table["wg/wc cg/cc hg/hc"] = pd.concat(shares, axis=1).agg(" ".join, axis=1)
-    table["token/s"] = rows.get("tokens_per_s", "")
-    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
-    table["error"] = rows["error"].map("{:+.0%}".format, na_action="ignore")
-    table["bottleneck"] = rows["bottleneck"]
-    print_table(table.to_dict("records"))
+    summary = result["summary"]
+    print_table(
+        [
+            {
+                "policy": label_of(row),
+                "tokens_per_s": row.get("tokens_per_s"),
+                "predicted": row["predicted_tokens_per_s"] if row["feasible"] else "OOM",
+                "error": None if row["error"] is None else f"{row['error']:+.0%}",
+                "bottleneck": row["bottleneck"],
+            }
+            for row in result["rows"]
+        ]
+    )
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
@@ -98,6 +101,14 @@ def main(file: Path, hardware: str = "t4") -> None:
         f"{summary['within_range']['n']} of {count(summary['n'], 'row')} took {low:.2g} to {high:.2g} "
         "times as long as predicted, which is the range of a plan for this machine."
     )
+
+
+def label_of(line: Mapping[str, str]) -> str:
+    """Return system, model, GPU batch x batches, and percent on GPU/CPU of weights, cache and hidden states."""
+    shares = " ".join(f"{line[f'{kind}g']}/{line[f'{kind}c']}" for kind in "wch")
+    block = f"{line['gpu_batch_size']}x{line['num_gpu_batches']}"
+    held = ", page cache held back" if line.get("page_cache") == "held_back" else ""
+    return f"{line.get('system', '')} {line['model']} {block} {shares}{held}".lstrip()
 
 
 def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
@@ -170,9 +181,12 @@ def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareP
         hardware = load_profile(str(path))
     else:
         hardware = with_torch_dequantization(hardware)
-    disk, columns = hardware.disk, {"disk_read_gb_s": "read_bytes_s", "disk_write_gb_s": "write_bytes_s"}
-    rates = {rate: _number(line, column) * 1e9 * disk.streams for column, rate in columns.items() if line.get(column)}
-    hardware = replace(hardware, disk=replace(disk, **rates))
+    disk = hardware.disk
+    if line.get("disk_read_gb_s"):
+        disk = replace(disk, read_bytes_s=_number(line, "disk_read_gb_s") * 1e9 * disk.streams)
+    if line.get("disk_write_gb_s"):
+        disk = replace(disk, write_bytes_s=_number(line, "disk_write_gb_s") * 1e9 * disk.streams)
+    hardware = replace(hardware, disk=disk)
     return with_page_cache(hardware) if line.get("page_cache") == "free" else hardware
 
 

@@ -26,7 +26,7 @@ _DAY_S = 86_400.0
 # Folders whose names begin with a point are rests of a conversion, or of a removal.
 _STORED = (
     "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "offload/logits-*",
-    "*/.*.removed",
+    "offload/hidden-*", "*/.*.removed",
 )  # fmt: skip
 
 

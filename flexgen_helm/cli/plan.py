@@ -33,7 +33,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.policy import AUTOMATIC
-from flexgen_helm.progress import KEEP_EVERY_S, stop_costs
+from flexgen_helm.progress import KEEP_EVERY_S, KEEP_STATES_EVERY_S, stop_costs
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.placement import Kind, Tier
@@ -238,10 +238,15 @@ def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None],
 
 
 def _stop_s(made: Plan) -> float:
-    """Return the most seconds that a stop costs: the prompts of a block with what was drawn, and a pass."""
+    """Return the most seconds that a stop costs: the prompts of a block with what was drawn, and a pass.
+
+    Of a pass without decoding it is what was computed since its hidden states were kept, and a layer.
+    """
     prediction, workload = made.solution.prediction, made.problem.workload
     decode_passes = max(1.0, workload.output - 1)
     again = prediction.prefill_s * (1 + max(0.0, workload.output - 1) / workload.prompt)
+    if made.solution.schedule.is_single_pass:
+        again = min(again, KEEP_STATES_EVERY_S + again / made.problem.config.num_layers)
     return KEEP_EVERY_S + again + prediction.decode_s / decode_passes
 
 

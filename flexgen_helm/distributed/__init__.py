@@ -1,1 +1,1 @@
-"""One run over several machines: units of requests, workers that load the model, and Ray, which starts them."""
+"""One run over several machines: units of requests, workers, and Ray Data, which joins them."""

@@ -160,9 +160,10 @@ class ClusterRun:
         return Progress(done, round(done + left), len(answered), len(self.results), elapsed_s)
 
     def record(self, load_s: float, identities: Mapping[str, WorkerIdentity]) -> dict[str, Any]:
-        """Return the run's record: sums and peaks over workers; plan and hardware are those of the first.
+        """Return the run's record: sums and peaks over workers; plan and hardware of the last.
 
-        load_s: until the first worker was ready. `time_s` and `bytes` add up over workers; `wall_s` is the driver's.
+        load_s: until the first worker was ready. `time_s` and `bytes` add up over workers;
+        `wall_s` is the driver's.
         """
         elapsed_s = time.monotonic() - self._began
         used = [worker for name, worker in self.records.items() if name in identities]
@@ -177,7 +178,11 @@ class ClusterRun:
         return {
             **record,
             **figures,
-            "workload": {"num_requests": len(self.results), "num_unique": num_served, **figures["workload"]},
+            "workload": {
+                "num_requests": len(self.results),
+                "num_unique": num_served,
+                **figures["workload"],
+            },
             "wall_s": {"load": load_s, "generate": elapsed_s},
             "workers": [worker.as_json(identities[worker.name]) for worker in used],
         }

@@ -271,7 +271,7 @@ class RayWorkers:
         ray.get(self._board.forget.remote(list(units)))
 
     def news(self, timeout_s: float) -> list[News]:
-        """Return what workers told (name, unit, report), after `timeout_s` seconds at the latest."""
+        """Return what workers told since, after `timeout_s` seconds at the latest."""
         import ray
 
         return ray.get(self._board.news.remote(timeout_s))

@@ -1,4 +1,4 @@
-"""A worker: it loads the model once, computes units of requests, and reports; Ray Data runs it. No torch."""
+"""A worker of Ray Data: it loads the model once, computes units of requests, reports. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ MAX_STARTS = 3
 class ModelToLoad:
     """What `Engine.from_config` takes, the same on every machine.
 
-    path: a name of the catalog or the hub, or an absolute path. name: what the user calls the model.
+    path: a name of the catalog or the hub, or an absolute path.
+    name: what the user calls the model.
     """
 
     path: str
@@ -41,7 +42,7 @@ class ModelToLoad:
     name: str
 
     def with_absolute_paths(self) -> ModelToLoad:
-        """Return the record for processes that have other working folders; names of models are no paths."""
+        """Return the record for processes with other working folders; names are no paths."""
         folder = self.config.offload_dir
         config = self.config if folder is None else replace(self.config, offload_dir=str(Path(folder).absolute()))
         path = resolve(self.path, config.revision).path
@@ -67,7 +68,10 @@ class WorkerIdentity:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker is lost, or could not load its model or compute a unit. exit_code: as of `FlexgenError`."""
+    """Why a worker is lost, or could not load its model or compute a unit.
+
+    exit_code: as of `FlexgenError`.
+    """
 
     message: str
     exit_code: int = 1
@@ -215,7 +219,8 @@ class Worker:
 def leave_threads_to_torch(cores: int) -> None:
     """Undo what Ray sets where a worker has all cores of its machine.
 
-    OMP_NUM_THREADS is the number of logical cores then; torch takes the physical ones, and is faster.
+    OMP_NUM_THREADS is the number of logical cores then; torch takes the physical ones, and is
+    faster.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     if cores == os.cpu_count() and threads == str(cores):
@@ -238,7 +243,7 @@ def _load(model: ModelToLoad, memory_share: float) -> Engine:
 
 
 def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
-    """Return the options with this share of the machine's memory and disk where they give no limit."""
+    """Return the options with a share of the machine's memory and disk where no limit is given."""
     if share >= 1:
         return config
     from flexgen_helm.checkpoint.paths import state_dir
@@ -249,7 +254,7 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
     folder = Path(config.offload_dir) if config.offload_dir is not None else state_dir() / "offload"
     total = host_memory().total
     free = tier_capacities(config.limits, folder)  # keeps the limits that are given
-    # Of the total: what is free depends on how much the machine's other workers have loaded already.
+    # Of the total: what is free depends on what the machine's other workers have loaded.
     cpu = min(free["cpu"], int(share * without_margin(total, total)))
     limits = replace(
         config.limits,

@@ -219,10 +219,11 @@ class AttentionMetadata:
         if self.packed:
             return self._attend_packed(at, q, k, v)
         segments = self._attend_own(at, q, k, v)
-        tokens, (out, lse) = next(segments)
-        if tokens.stop - tokens.start < len(q):
-            first, (out, lse) = (out, lse), (torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32))
-            for tokens, part in chain([(tokens, first)], segments):
+        first, (out, lse) = next(segments)
+        if first.stop - first.start < len(q):
+            parts = chain([(first, (out, lse))], segments)
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+            for tokens, part in parts:
                 out[tokens], lse[tokens] = part
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]

@@ -26,6 +26,7 @@ from flexgen_helm.engine.device import (
 )
 from flexgen_helm.engine.executor import Executor, LoadedModel, Observer
 from flexgen_helm.engine.fingerprint import what_decides_bits
+from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
@@ -312,7 +313,11 @@ class Engine:
             lanes, limits = into_lanes(distinct, limits, pipeline.rank.size, plan.schedule)
         answers.began = time.perf_counter()
         with self._stores(plan) as (cache, activations):
-            executor = Executor(self._model, cache, activations, observer, plan.expert_tokens)
+            kept = None
+            if answers.goes_on and observer is None and pipeline.is_whole and plan.schedule.is_single_pass:
+                kept = self._kept_states(answers)
+            executor = Executor(self._model, cache, activations, observer, plan.expert_tokens, kept)
+            is_done = False
             try:
                 for index, error in prepared.refused.items():
                     answers.deliver(index, GenerationResult(error=error))
@@ -321,9 +326,13 @@ class Engine:
                 finish(runs, should_stop or (lambda: False))
                 results = answers.results()
                 pipeline.flush()
+                is_done = True
             except BaseException as error:
                 pipeline.fail(error)
                 raise
+            finally:
+                if kept is not None:
+                    kept.close(is_done)
         seconds = time.perf_counter() - began
         costs = [result.cost for result in results]
         for request in distinct:  # earlier runs have drawn these
@@ -347,13 +356,20 @@ class Engine:
         keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
         rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
         self.last_run |= pipeline.record(len(runs), rank)
-        if distinct:
+        if distinct and not (kept and kept.num_read):  # else the seconds are of a part of the work
             workload = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
             prediction = self._planner.learn(plan, workload, at_once, self.last_run, is_whole=pipeline.is_whole)
             if prediction is not None:
                 add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
         return results
+
+    def _kept_states(self, answers: ResultCollector) -> KeptStates | None:
+        """Return where the hidden states of a pass go; None if a layer hands more on to the next one."""
+        numbers = [number for number in self.config.cache_layers if number is not None]
+        if any(self.config.layer_states) or len(numbers) > len({*numbers}):
+            return None
+        return KeptStates(self._tiers.folder, self.fingerprint, self._tiers.ledgers["disk"], answers.begin_pass)
 
     @contextmanager
     def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:

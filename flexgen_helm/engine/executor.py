@@ -22,6 +22,7 @@ from flexgen_helm.engine.attention_metadata import (
     LayerAttention,
     build_attention_metadata,
 )
+from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
@@ -248,6 +249,12 @@ class _Pass:
     must_stop: Callable[[], bool]
     states: dict[int, _BatchState] = field(default_factory=dict)
 
+    def ends_layer(self, item: WorkItem) -> bool:
+        """Return whether all batches have passed the layer of an item that was computed, and none the next one."""
+        following = self.following.get(item)
+        is_last = following is not None and following.stage != item.stage > 0  # 0: the embedding
+        return is_last and len(self.states) == len(self.batches)
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -284,13 +291,15 @@ class Executor:
         activations: ActivationStore,
         observer: Observer | None,
         expert_tokens: int = UNLIMITED,
+        kept: KeptStates | None = None,
     ) -> None:
-        """expert_tokens: as of `RunPlan`."""
+        """expert_tokens: as of `RunPlan`; kept: where the hidden states of a long pass go."""
         decoder = model.decoder
         self.model, self.cache = model, cache
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline = model.device, model.pipeline
         self._activations, self._observer, self.expert_tokens = activations, observer, expert_tokens
+        self._kept = kept
         self._stages = stage_names(self._config)
         self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
@@ -316,6 +325,10 @@ class Executor:
     @property
     def num_stages(self) -> int:
         return len(self._stages)
+
+    def first_stage(self, batches: abc.Sequence[Batch]) -> int:
+        """Return the first stage of a pass that is to be computed, as items of `run`; earlier ones are stored."""
+        return 0 if self._kept is None else self._kept.first_stage(batches)
 
     def run(
         self,
@@ -361,6 +374,8 @@ class Executor:
                         for item in step:
                             self._activations.end_wait(item.batch)
                             self._hand_on(batches[item.batch], states.pop(item.batch), head, on_batch)
+                    elif self._kept is not None and self._kept.is_due() and current.ends_layer(step[-1]):
+                        self._keep(step[-1], current, self._kept)
         except BaseException:
             self._weights.cancel()
             self.cache.cancel()
@@ -417,7 +432,11 @@ class Executor:
         state = states.get(item.batch)
         if state is None:
             state = states[item.batch] = self._new_state(batch)
-            if not self._config.has_embedding:
+            if self._kept is not None and item.stage:
+                stored = self._kept.read(batch, self._config.state_size, self._decoder.dtype)
+                state.hidden, state.nonfinite_layer = (x.to(self._device) for x in stored)
+                state.layers_checked += item.stage - self._config.has_embedding
+            elif not self._config.has_embedding:
                 shape = batch.num_tokens, self._config.state_size
                 state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
                     checksum(batch), shape, self._decoder.dtype, self._device
@@ -507,6 +526,20 @@ class Executor:
         state.hidden = state.rotary = None
         if state.sums:  # those of many waiting batches would be large
             state.check_finite()
+
+    def _keep(self, last: WorkItem, current: _Pass, kept: KeptStates) -> None:
+        """Store the hidden states of all batches behind the stage of the last item."""
+
+        def states() -> abc.Iterator[tuple[Batch, Tensor, Tensor]]:
+            for number, batch in enumerate(current.batches):
+                state = current.states[number]
+                hidden = self._activations.load(number) if state.hidden is None else state.hidden
+                yield batch, hidden, state.check_finite()
+                if state.hidden is None:
+                    self._activations.store(number, hidden)
+
+        num_tokens = sum(batch.num_tokens for batch in current.batches)
+        kept.keep(last.stage, states(), num_tokens * (self._hidden_bytes + torch.int64.itemsize))
 
     def _new_state(self, batch: Batch) -> _BatchState:
         decoder = self._decoder

@@ -16,8 +16,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count, groupby
 
-from torch import Tensor
-
 from flexgen_helm.kernels.attention import BLOCK_KEYS, SegmentTable, TokenGroup
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import Codec, KeysValues

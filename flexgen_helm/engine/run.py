@@ -55,6 +55,11 @@ class ResultCollector:
         self._pass_began = self._longest_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run that is stopped goes on later, because what it draws is kept."""
+        return self._on_drawn is not None
+
     def deliver(self, index: int, result: GenerationResult) -> None:
         self._results[index] = result
         self._num_finished += 1
@@ -305,7 +310,10 @@ class Run:
             return should_stop()
 
         while True:
+            first = self._executor.first_stage(batches)
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
+            items = [item for item in items if item.stage >= first]
+            self._items_begun.update(dict.fromkeys(batches, first))
             try:
                 self._executor.run(batches, items, on_batch, on_item, must_stop, another_pass)
                 self._in_flight = [batch for batch in batches if batch not in done]

@@ -90,7 +90,7 @@ def test_the_hook_fails_what_imports_more(gpu_machine):
 def test_a_step_is_killed_with_its_children(tmp_path):
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"
-    assert run_killable([sys.executable, "-c", script], log, 2, os.environ) == 124
+    assert run_killable([sys.executable, "-c", script], log, 2) == 124
     child = int(log.read_text())
     deadline = time.monotonic() + 20
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:

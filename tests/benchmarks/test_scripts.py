@@ -26,7 +26,7 @@ from flexgen_helm.benchmarks import (
 from flexgen_helm.benchmarks import policy as policies
 from flexgen_helm.benchmarks.common import report
 from flexgen_helm.benchmarks.helm_runs import HELM, HelmRun
-from flexgen_helm.benchmarks.paper import rows
+from flexgen_helm.benchmarks.paper import rows, tables
 from flexgen_helm.benchmarks.paper.page import page, table
 from flexgen_helm.benchmarks.reference import SAMPLE_TEXTS, export, same_tokens
 from flexgen_helm.checkpoint.open import open_checkpoint
@@ -303,6 +303,13 @@ def test_the_papers_page_and_pictures_are_up_to_date():
     assert table("ssd") in written and "| FlexGen (c) opt-175b, block of 1 |" in table("frontier")
     with pytest.raises(UsageError, match="'petals'.*techniques"):
         table("petals")
+
+
+def test_a_table_is_printed_with_its_errors(capsys):
+    tables.main(rows.PAPER / "other_machines.csv")
+    printed = capsys.readouterr().out
+    assert "FlexGen opt-30b 48x1 0/100 100/0 100/0" in printed and "21.97" in printed
+    assert "FlexGen on a6000: median error" in printed and "17 rows took" in printed
 
 
 def test_tables_agree_with_the_paper_as_far_as_their_notes_say():

@@ -1,4 +1,4 @@
-"""Units on simulated workers: whatever dies, fails or hangs when, a run ends, and every request is answered once."""
+"""Units on simulated workers: whatever dies, fails or hangs, all is answered, and once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def requests_of(number: int) -> list[GenerationRequest]:
 
 
 class Simulation:
-    """What a run knows of `RayWorkers`. poison: requests that end their worker, or fail its unit."""
+    """What a run knows of `RayWorkers`.
+
+    poison: requests that end their worker, or fail its unit.
+    """
 
     def __init__(self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()):
         self.is_alone, self.num_expected = num_workers == 1, num_workers

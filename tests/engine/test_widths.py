@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ def drawn_config(seed):
 def compare(folder, first, last):
     """Compare cases with `transformers`, in this process."""
     for seed in range(first, last):
-        path = folder / str(seed)
+        path = Path(folder, str(seed))
         model = TinyModel(path, save_random(path, drawn_config(seed), seed=seed))
         asked = prompts(PROMPTS, 40, seed=seed)
         requests = [
@@ -56,7 +57,7 @@ def compare(folder, first, last):
 @pytest.mark.parametrize("first, loops", [(10, "0"), (0, "1"), (20, "1"), (30, "0")])
 def test_drawn_widths_equal_transformers(tmp_path, loops, first):
     """In new processes, whose freed memory has other bytes: what reads or writes there is seen."""
-    call = f"compare(Path({str(tmp_path)!r}), {first}, {first + 10})"
+    call = f"compare({str(tmp_path)!r}, {first}, {first + 10})"
     variables = {"FLEXGEN_HELM_LOOPS": loops, "MALLOC_PERTURB_": str(85 + first), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", f"from tests.engine.test_widths import *; {call}"],

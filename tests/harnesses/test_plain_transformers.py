@@ -27,16 +27,12 @@ def answers(folder):
         return [*zip(asked, engine.run(asked))]
 
 
-def ask(folder, answers, tolerance=1e-3, ends=(2,)):
+def ask(folder, answers, ends, tolerance=1e-3):
     return [(result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)]
 
 
-def shortfall(row, token):
-    return float(row.max() - row[token])
-
-
 def said_of(row, token):
-    return f"{shortfall(row, token):.3g} nats below the most probable token"
+    return f"{float(row.max() - row[token]):.3g} nats below the most probable token"
 
 
 def forward(folder, ids):
@@ -45,10 +41,36 @@ def forward(folder, ids):
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def test_log_probabilities_are_those_of_its_forward_pass(folder, answers):
-    found = ask(folder, answers)
-    assert [said for _, said in found] == ["", "", ""]
-    for (_, result), (computed, _) in zip(answers, found, strict=True):
+@pytest.fixture(scope="module")
+def last(folder, answers):
+    """What follows the first answer but for its last token, and what follows all of it."""
+    result = answers[0][1]
+    return forward(folder, [*result.prompt_token_ids, *result.completions[0].token_ids])[-2:]
+
+
+@pytest.fixture(scope="module")
+def asked(answers, last):
+    """The answers; the first with an improbable token, greedy and drawn, and ended; claims: all greedy, none greedy."""
+    (request, result), (scored, score), _ = answers
+    (completion,) = result.completions
+    wrong, ended = (
+        replace(result, completions=(replace(completion, **changes),))
+        for changes in (
+            {"token_ids": (*completion.token_ids[:-1], int(last[0].argmin()))},
+            {"finish_reason": "endoftext"},
+        )
+    )
+    claims = [(scored, replace(score, prompt_greedy=(None, *[is_greedy] * 3))) for is_greedy in (True, False)]
+    return [*answers, (request, wrong), (replace(request, temperature=1.0), wrong), (request, ended), *claims]
+
+
+@pytest.fixture(scope="module")
+def found(folder, asked, last):
+    return ask(folder, asked, [int(last[1].argmin())])
+
+
+def test_log_probabilities_are_those_of_its_forward_pass(folder, answers, found):
+    for (_, result), (computed, _) in zip(answers, found):
         start = len(result.prompt_token_ids)
         for old, new in zip(result.completions, computed.completions, strict=True):
             ids = [*result.prompt_token_ids, *old.token_ids]
@@ -61,37 +83,25 @@ def test_log_probabilities_are_those_of_its_forward_pass(folder, answers):
     assert found[1][0].prompt_greedy == answers[1][1].prompt_greedy
 
 
-def test_a_token_that_is_not_the_most_probable_one_is_said(folder, answers):
-    request, result = answers[0]
-    (completion,) = result.completions
-    last = forward(folder, [*result.prompt_token_ids, *completion.token_ids[:-1]])[-1]
-    wrong = int(last.argmin())
-    changed = replace(result, completions=(replace(completion, token_ids=(*completion.token_ids[:-1], wrong)),))
-    found = ask(folder, [(request, changed), (replace(request, temperature=1.0), changed)])
-    assert [said for _, said in found] == [said_of(last, wrong), ""]
-    assert ask(folder, [(request, changed)], tolerance=shortfall(last, wrong) + 0.01)[0][1] == ""
+def test_a_token_or_an_end_that_is_not_the_most_probable_one_is_said(found, last):
+    token, end = (said_of(row, int(row.argmin())) for row in last)
+    assert [said for _, said in found] == ["", "", "", token, "", end, "", ""]
 
 
-def test_an_end_that_is_not_the_most_probable_token_is_said(folder, answers):
-    request, result = answers[0]
-    (completion,) = result.completions
-    last = forward(folder, [*result.prompt_token_ids, *completion.token_ids])[-1]
-    ended = replace(result, completions=(replace(completion, finish_reason="endoftext"),))
-    most, least = int(last.argmax()), int(last.argmin())
-    for ends, said in (([most, least], ""), ([least], said_of(last, least))):
-        assert ask(folder, [(request, ended)], ends=ends)[0][1] == said
+def test_of_several_ends_one_may_be_the_most_probable(folder, asked, last):
+    ends = [int(last[1].argmax()), int(last[1].argmin())]
+    assert [said for _, said in ask(folder, asked[5:6], ends)] == [""]
 
 
-@pytest.mark.parametrize("is_greedy", [True, False])
-def test_what_is_greedy_is_corrected_beyond_the_tolerance(folder, answers, is_greedy):
-    request, result = answers[1]
-    claimed = replace(result, prompt_greedy=(None, *[is_greedy] * 3))
-    most = forward(folder, result.prompt_token_ids).argmax(1).tolist()
-    expected = (None, *(a == b for a, b in zip(most, result.prompt_token_ids[1:])))
-    for tolerance, greedy in ((1e-3, expected), (100.0, claimed.prompt_greedy)):
-        assert ask(folder, [(request, claimed)], tolerance)[0][0].prompt_greedy == greedy
+def test_what_is_greedy_is_corrected_beyond_the_tolerance(folder, asked, found):
+    ids = asked[1][1].prompt_token_ids
+    truth = (None, *(int(row.argmax()) == token for row, token in zip(forward(folder, ids), ids[1:])))
+    assert [result.prompt_greedy for result, _ in found[-2:]] == [truth, truth]
+    lenient = ask(folder, asked, [2], tolerance=100.0)
+    assert [said for _, said in lenient] == [""] * len(asked)
+    assert [result.prompt_greedy for result, _ in lenient[-2:]] == [result.prompt_greedy for _, result in asked[-2:]]
 
 
 def test_what_transformers_cannot_open_ends_in_a_sentence(tmp_path, answers):
     with pytest.raises(FlexgenError, match="transformers ended with exit code 1"):
-        ask(tmp_path, answers)
+        ask(tmp_path, answers, [2])

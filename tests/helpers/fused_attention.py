@@ -69,10 +69,8 @@ def efficient_attention(
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, key_borders: Tensor | None, max_q: int, max_k: int,
-    is_causal: bool = False, scale: float | None = None, window_size: Any = (-1, -1), enable_gqa: bool = False,
-    seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, borders, key_borders, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), enable_gqa=False, *_
+):
     """`torch_attn::_varlen_attn`, as causal attention of several sequences; its log-sum-exp is [Hq, T]."""
     assert key_borders is not None
     _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")

@@ -178,9 +178,9 @@ def test_a_sequence_of_looks_is_wrong_in_at_most_5_percent(difference, flips, wr
     assert claims(difference, flips)[wrong] <= 0.05 + 1e-9
 
 
-@pytest.mark.parametrize("difference, wrong", [(0.0, "worse"), (MARGIN, "equivalent")])
-def test_looks_at_the_whole_level_would_be_wrong_more_often(difference, wrong):
-    assert claims(difference, 0.2, lambda share, before: 0.05)[wrong] > 0.05
+@pytest.mark.parametrize("difference, flips, wrong", [(0.0, 0.2, "worse"), (MARGIN, 0.03, "equivalent")])
+def test_looks_at_the_whole_level_would_be_wrong_more_often(difference, flips, wrong):
+    assert claims(difference, flips, lambda share, before: 0.05)[wrong] > 0.05
 
 
 def test_looks_decide_what_is_clear():

@@ -44,31 +44,32 @@ def block(seconds, peak, predicted):
 
 
 def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path):
-    def call(*runs, failed=()):
-        content = suite_usage(tmp_path, [*(run.name for run in runs), *failed], failed)
-        (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
-        return content
+    file = tmp_path / "flexgen_suite.json"
 
-    first = call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)), failed=("two",))
-    second = call(run_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
+    def call(name, tokens, block, failed=(), **changes):
+        run = run_of(tmp_path, name, tokens, block, **changes)
+        content = suite_usage(tmp_path, [run.name, *failed], failed)
+        file.write_text(json.dumps(content))
+        return content, content["models"]["m"]
+
+    first, _ = call("one", 10, block(4.0, 7, 3.0), failed=("two",))
+    second, found = call("two", 30, block(1.0, 5, 2.0))
     assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
-    found = second["models"]["m"]
-    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}}
-    assert found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
     assert (found["peak_bytes"]["cpu"], found["predicted_latency_s"]) == (7, 5.0)
-    totals = second["totals"]
-    assert found["workload"]["prompt_tokens"] == totals["workload"]["prompt_tokens"] == 40
-    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4)
-    assert found["efficiency"] == 44 / 48
-    assert call(run_of(tmp_path, "one", 10, {}))["models"]["m"] == found, "all answers are stored"
-    # Of the same block: its work counts, and nothing more was moved.
-    same = call(run_of(tmp_path, "four", 5, block(1.0, 5, 2.0)))["models"]["m"]
-    assert (same["time_s"], same["workload"]["num_requests"]) == (found["time_s"], 3)
-    unknown = call(run_of(tmp_path, "three", 5, block(2.0, 5, None)))["models"]["m"]
-    assert unknown["predicted_latency_s"] is None
+    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
+    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
+    assert call("one", 10, {})[1] == found
+    # A new run whose answers are all stored: its work counts, and nothing more was moved.
+    content, stored = call("four", 5, {})
+    assert stored["workload"] == content["totals"]["workload"] and stored["time_s"] == found["time_s"]
+    assert call("three", 5, block(1.0, 5, None))[1]["predicted_latency_s"] is None
+    # Of one block, which counts once.
+    same = call("five", 5, block(1.0, 5, None))[1]
+    assert (same["time_s"]["compute"], same["workload"]["num_requests"]) == (6.0, 5)
     # Other weights of the same name.
     new = block(9.0, 5, 1.0) | {"finished_at": "2026-01-02T03:04:05+00:00"}
-    other = call(run_of(tmp_path, "three", 5, new, fingerprint="b"))["models"]["m"]
+    _, other = call("three", 5, new, fingerprint="b")
     assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
 
 

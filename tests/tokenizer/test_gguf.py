@@ -197,7 +197,7 @@ def test_texts_are_split_by_the_models_own_patterns(tmp_path, pre):
         bytes_ = pre_tokenizers.ByteLevel(False, use_regex=pre in ("gpt-2", "smollm"))
         reference.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
         reference.normalizer = normalizers.NFC() if pre == "qwen2" else None
-        reference.add_special_tokens(SPECIAL)
+    reference.add_special_tokens(SPECIAL)
     draw = random.Random(pre)
     for text in [*SAMPLES, *("".join(draw.choices(CHARACTERS, k=draw.randint(1, 14))) for _ in range(400))]:
         cuts = [one.pre_tokenizer.pre_tokenize_str(text) for one in (reference, tokenizer._backend)]
