@@ -192,6 +192,7 @@ class Service:
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing, self._close_by = False, 0.0
+        self._ended = threading.Event()  # of the worker
         self._to_preload: tuple[ModelArguments, bool] | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
@@ -305,8 +306,8 @@ class Service:
             self._changed.notify_all()
             worker = self._worker
         if worker is not None:
-            worker.join(max(0.0, self._close_by - time.monotonic()))
-            return not worker.is_alive()
+            # Not `join`: a signal in the middle of it has Python take the thread for ended (bpo-45274).
+            return self._ended.wait(max(0.0, self._close_by - time.monotonic()))
         self._loader.close()
         return True
 
@@ -396,8 +397,11 @@ class Service:
                 self._serve(*work)
             except BaseException as error:  # the waiting threads must get it, and this thread must live on
                 self._fail(work[2], error)
-        self._evict()
-        self._loader.close()
+        try:
+            self._evict()
+            self._loader.close()
+        finally:
+            self._ended.set()
 
     def _serve(self, model: ModelArguments, use_cache: bool, block: list[Job]) -> None:
         if use_cache and (fingerprint := self._answered_fingerprint(model)) is not None:

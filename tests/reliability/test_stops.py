@@ -39,7 +39,7 @@ COMMANDS = {
 }  # fmt: skip
 DIVERGENCE = [
     "divergence", "tiny", "--text", "text", "--window", "40", "--by-layer", "--json", "--batch-invariant",
-    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload", "--unverified",
+    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload",
 ]  # fmt: skip
 
 
@@ -176,17 +176,16 @@ def test_a_stopped_divergence_computes_no_finished_pass_again(suites, number):
         assert outcome.code == 0, outcome.output
         return json.loads(outcome.output[outcome.output.index("{\n") : outcome.output.rindex("}") + 1])
 
-    whole = start("divergence")
+    folder, whole = f"divergence-{number}", start("divergence")
+    # The first half is the baseline's: its small model that is compared with transformers, then the windows.
     steps = whole.steps.count("compute")
-    folder = f"divergence-{number}"
-    stopped = start(folder, name="compute", at=random.Random(number).randrange(steps // 4, steps // 2), number=number)
+    stopped = start(folder, name="compute", at=steps // 2 - 7, number=number)
     assert stopped.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.output
     if number != signal.SIGKILL:
         assert "Go on with:\n  flexgen-helm divergence tiny" in stopped.output
     again = start(folder)
     assert printed(again) == printed(whole)
-    layers = 3
-    assert steps <= stopped.steps.count("compute") + again.steps.count("compute") <= steps + layers + 2
+    assert again.steps.count("compute") <= steps - 25  # five passes or more, of five stages each
     assert not list((suites.folder / folder / "offload").glob("logits-*"))
 
 
