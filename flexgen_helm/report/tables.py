@@ -345,7 +345,7 @@ def summary_table(model: ModelComparison) -> Table:
         if cost := known.get(name):
             cheapest = cost.cheapest if name != model.baseline else ()
             row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cheapest)
-            row["bytes per weight"] = f"{cost.weight_bytes:.3g}"
+            row["bytes per weight"] = "as published" if cost.weight_bytes is None else f"{cost.weight_bytes:.3g}"
         row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(

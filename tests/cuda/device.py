@@ -698,6 +698,7 @@ def _patch(patch, world, is_proved):
             "get_device_name": lambda device=None: Properties.name,
             "get_device_properties": lambda device=None: Properties,
             "get_device_capability": lambda device=None: (8, 0),
+            "_sleep": lambda cycles: None,  # of test_gpu_runs.py, which `make gpu-check FAKE=1` tries out
         }
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)

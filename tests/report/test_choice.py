@@ -55,6 +55,22 @@ def test_memory_is_that_of_packed_weights(tmp_path):
     assert found["4bit"].seconds_per_token == SECONDS["4bit"] / 1000
 
 
+@pytest.mark.parametrize(
+    "stored, size, by_memory",
+    [
+        ({"F16": 2000, "F32": 8}, 2, "4bit"),
+        ({"Q4_1": 5000, "Q8_0": 1062.5}, 6062.5 / 9000, "4bit"),
+        ({"Q2_K": 84000, "F32": 40}, 84040 / 256010, "fp16"),
+        ({"GPTQ of 4 bits": 5000, "F16": 200}, None, None),
+    ],
+)
+def test_published_weights_count_as_they_rest(tmp_path, stored, size, by_memory):
+    write_suite(tmp_path, {"4bit": 0}, seconds={"fp16": 8.0, "4bit": 9.0}, checkpoint_bytes=stored)
+    (model,) = compare_suite(tmp_path)
+    assert costs(model)["fp16"].weight_bytes == (size if size is None else pytest.approx(size))
+    assert cheapest(tmp_path) == {"time": "fp16", **({"memory": by_memory} if by_memory else {})}
+
+
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
 def test_an_unquantized_cache_has_the_compute_type_of_the_runs(tmp_path, dtype, size):
     write_suite(tmp_path, {"4bit-cache": 0}, seconds={"fp16": 8.0, "4bit-cache": 1.0},
