@@ -23,7 +23,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json`: a record of ours, else one that runs by transformers' modules.
 
-    Raises `UnsupportedArchitectureError` with the supported ones, and if class and `model_type` are of two of them:
+    Raises `UnsupportedArchitectureError` where neither is, and if class and `model_type` are of two of them:
     which of them `transformers` takes depends on how it is called.
     """
     names, kind = _class_names(config), config.get("model_type")
@@ -43,7 +43,7 @@ def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
 
     Of a model that also sees or hears, it is that of its language model.
 
-    Raises `UnsupportedArchitectureError` with the supported ones.
+    Raises `UnsupportedArchitectureError`.
     """
     names = _class_names(config)
     if names and isinstance(names[0], str) and find_spec("transformers") is not None:
@@ -53,8 +53,10 @@ def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
         if any(_same(names[0], name) for name in known):
             return Architecture(names[0], tuple(names), _read_by_modules, {}, overflows_float16=True)
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
-    supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
-    raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
+    raise UnsupportedArchitectureError(
+        f"architecture {wanted} is not supported; transformers' decoders are, but for those that "
+        "docs/explanation/transformers-backend.md lists"
+    )
 
 
 def _same(name: Any, known: str) -> bool:

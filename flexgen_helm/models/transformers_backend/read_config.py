@@ -179,9 +179,10 @@ def _only_call(trace: LayerTrace, name: str) -> AttentionCall | None:
     if not trace.calls and trace.mixers:
         return None
     if len(trace.calls) != 1:
+        why = "keep states, or attend, in a way of their own" if not trace.calls else "need several caches"
         raise UnsupportedArchitectureError(
-            f"{name} has layers that call attention {len(trace.calls)} times through transformers' attention "
-            "interface; layers with several caches, or with attention of their own, are not supported"
+            f"{name} has layers that {why}, which is not supported: they call attention {len(trace.calls)} times "
+            "through transformers' attention interface"
         )
     (call,) = trace.calls
     if not call.mask.is_causal:
