@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 from torch import Tensor
 
@@ -60,7 +59,7 @@ def run_tests(*, tests: str) -> None:
     arguments = ["-m", "gpu", "-q", "-rfE", "--tb=short", "--maxfail=60", "-p", "no:cacheprovider"]
     if FAKE:
         arguments += ["-k", _QUICK]
-    sys.exit(pytest.main([*arguments, str(folder / tests)], [sys.modules[__name__]]))
+    sys.exit(import_module("pytest").main([*arguments, str(folder / tests)], [sys.modules[__name__]]))
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -301,7 +301,7 @@ def test_the_margin_is_an_option(suite, tmp_path, capsys):
     command = ["compare", "-o", str(tmp_path), "--suite", "mine"]
     assert cli.main([*command, "--margin", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "equivalent within" in printed and "3 pp " in printed  # in two lines of a cell
+    assert "equivalent within" in printed and " 3 pp\n" in printed  # in two lines of a cell
     assert cli.main([*command, "--json", "--margin", "3"]) == 0
     found = json.loads(capsys.readouterr().out)["models"]["tiny"]["comparisons"]
     assert [one["equivalence"]["decision"] for one in found] == ["not decided", "equivalent"]
