@@ -4,11 +4,14 @@ import time
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine
 from tests.cuda.engine_runs import DISK, HOST, LIMITS, THIRDS, assert_close, requests, run
+from tests.helpers.backend_models import saved
 from tests.helpers.layers import replace_layers
-from tests.helpers.tiny_models import VARIANTS
+from tests.helpers.tiny_models import VARIANTS, TinyModel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +41,18 @@ def test_scores_equal_transformers(tiny, tmp_path, variant, dtype, placement):
     model, dtype = tiny(variant), getattr(torch, dtype)
     results, _ = run(model.path, requests(9, 70, 6), dtype, offload_dir=tmp_path, **PLACEMENTS[placement])
     assert_close(model, results, dtype)
+
+
+@pytest.mark.parametrize("placement", ["resident", "thirds"])
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "GptOssForCausalLM"])
+def test_modules_of_transformers_have_its_scores(tmp_path, name, placement):
+    """Mixtures by modules take a later release than a machine may have."""
+    if name == "GptOssForCausalLM" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip(f"transformers {transformers.__version__} has no experts that can be offloaded")
+    model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
+    settings = {**PLACEMENTS[placement], "offload_dir": tmp_path / "tiers"}
+    results, _ = run(model.path, requests(6, 30, 4, tokens=60), torch.float16, **settings)
+    assert_close(model, results, torch.float16)
 
 
 def late_products(patch):
