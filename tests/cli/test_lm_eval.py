@@ -52,6 +52,15 @@ def test_results_are_written_where_the_harness_writes_them(tiny, tasks, tmp_path
     assert "|choices|" in capfd.readouterr().out
 
 
+def test_results_that_cannot_be_saved_are_an_error(tiny, tasks, tmp_path, few_tasks, capfd):
+    """The harness itself logs that, and ends with 0."""
+    (tmp_path / "file").write_text("")
+    command = arguments(tiny("llama").path, tasks, tmp_path / "file" / "out", CHOICES)
+    assert cli.main([*command, "--limit", "1"]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "file/out" in error and "Not a directory" in error and "unexpected" not in error
+
+
 @pytest.mark.parametrize(
     "words, why",
     [
