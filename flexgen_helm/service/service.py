@@ -306,8 +306,11 @@ class Service:
             self._changed.notify_all()
             worker = self._worker
         if worker is not None:
-            # Not `join`: a signal in the middle of it has Python take the thread for ended (bpo-45274).
-            return self._ended.wait(max(0.0, self._close_by - time.monotonic()))
+            # Not `join` alone: a signal in the middle of it has Python take the thread for ended (bpo-45274).
+            has_ended = self._ended.wait(max(0.0, self._close_by - time.monotonic()))
+            if has_ended:
+                worker.join(1.0)  # what it still frees must not meet the end of the interpreter
+            return has_ended
         self._loader.close()
         return True
 

@@ -30,8 +30,11 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 BATCH = ["batch", "in.jsonl", "-o", "out.jsonl", "--model", "tiny", "--batch-invariant"]
 COMMANDS = {
     "batch": BATCH,
-    # Three completions of each prompt, of at most 100 tokens.
-    "run": ["run", "-r", "simple1:model=flexgen/tiny", "-m", "1", "--suite", "s", "-n", "4", "--batch-invariant"],
+    # Answers of at most 50 tokens.
+    "run": [
+        "run", "-r", "synthetic_reasoning:mode=pattern_match,model=flexgen/tiny", "-m", "4", "--suite", "s",
+        "--batch-invariant",
+    ],
     "lm-eval": [
         "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True", "--include_path", "tasks", "--tasks", "sums",
         "--gen_kwargs", f"max_gen_toks={TOKENS}", "--log_samples", "--output_path", "results",
@@ -139,13 +142,13 @@ def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], 
 
 
 def test_a_killed_batch_goes_on_behind_its_tokens(suites, whole):
-    stop_and_go_on(suites, whole(), "killed", [signal.SIGKILL], random.Random(1))
+    stop_and_go_on(suites, whole("batch"), "killed", [signal.SIGKILL], random.Random(1))
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_loses_no_token(suites, whole, number):
-    stop_and_go_on(suites, whole(), signal.Signals(number).name, [number], random.Random(2))
+    stop_and_go_on(suites, whole("batch"), signal.Signals(number).name, [number], random.Random(2))
 
 
 def test_without_keeping_all_is_drawn_again(suites, whole):
