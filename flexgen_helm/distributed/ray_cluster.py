@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
 # Seconds for the head to accept a connection, and for Ray to begin; Ray itself tries for minutes.
 _CONNECT_S, _START_S = 10.0, 90.0
 _CLOSE_S = 5.0
+# Seconds between the end of the last worker and that of the connection.
+_SETTLE_S = 1.5
 # Seconds without a report after which a worker counts as lost: Ray sees what dies, not what hangs.
 SILENCE_S = 180.0
 # Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
@@ -138,6 +141,8 @@ class RaySession:
         if self._is_ours:
             import ray
 
+            # A reply to what was ended just now would find no Ray in this process, and end it without a word.
+            time.sleep(_SETTLE_S)
             ray.shutdown()
 
     def _init(self) -> None:

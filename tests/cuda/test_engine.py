@@ -140,7 +140,7 @@ def test_a_second_device(tiny, tmp_path, precision):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("placement, number", [("resident", 3), ("resident", 170), ("host", 3), ("host", 40)])
+@pytest.mark.parametrize("placement, number", [("resident", 3), ("resident", 90), ("host", 3), ("host", 40)])
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
     model, asked = tiny("llama"), requests(6, new=4)
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)

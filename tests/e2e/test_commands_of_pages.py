@@ -38,6 +38,8 @@ LEFT_OUT = {
     r".*(\bMODEL\b|\bSUITE\b|DATE|…)": "a word to replace",
     r"flexgen-helm verify forged": "tests/e2e/test_verify.py forges",
     r"flexgen-helm doctor pythia-1b": "a model of the hub",
+    r"flexgen-helm convert": "weights in pickles; tests/checkpoint/test_convert.py",
+    r"helm-run -r mmlu": "MMLU's archive; tests/e2e/test_helm_run.py has scenarios without one",
 }
 # A console script of a package.
 SCRIPT = """
