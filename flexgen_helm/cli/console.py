@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
@@ -99,8 +98,7 @@ def write_file(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:
-        advice = "" if error.errno == errno.EMFILE else "; name another with -o"
-        raise FlexgenError(f"{path} cannot be written: {error.strerror or error}{advice}") from error
+        raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -128,7 +128,7 @@ class RaySession:
         """Disconnect; end the cluster if it was started here."""
         self._closed.set()
         if self._thread.ident is not None:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(4 * _CLOSE_S)
 
     def _live(self) -> None:
         try:
@@ -141,7 +141,11 @@ class RaySession:
         if self._is_ours:
             import ray
 
-            # A reply to what was ended just now would find no Ray in this process, and end it without a word.
+            # What asks Ray for anything after this, as a dataset's thread or a late reply, ends the process silently.
+            for thread in threading.enumerate():
+                if type(thread).__name__ == "StreamingExecutor":
+                    thread.shutdown(force=True)  # type: ignore[attr-defined]
+                    thread.join(_CLOSE_S)
             time.sleep(_SETTLE_S)
             ray.shutdown()
 
