@@ -93,14 +93,15 @@ def read_input(flag: str, path: Path) -> bytes:
         raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-def write_file(path: Path, text: str) -> None:
-    """Replace a file as a whole; raises `FlexgenError` with one sentence if it cannot be written."""
+def write_file(path: Path, text: str, remedy: str = "") -> None:
+    """Replace a file as a whole; raises `FlexgenError` with one sentence, and the remedy, if it cannot be written."""
     try:
         replace_text(path, text)
     except OSError as error:
-        raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
+        what = f"{path} cannot be written: {error.strerror or error}"
+        raise FlexgenError(f"{what}{remedy and f'; {remedy}'}") from error
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, remedy: str = "") -> None:
     """Replace a file by JSON. Raises as `print_json` and `write_file` do."""
-    write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n", remedy)

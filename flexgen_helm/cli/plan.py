@@ -298,4 +298,4 @@ def profile(
     measured = measured_profile(folder=offload_dir, fresh=True).to_json()
     print_json(measured)
     if out is not None:
-        write_json(out, measured)
+        write_json(out, measured, "name another with --out")

@@ -39,7 +39,7 @@ LEFT_OUT = {
     r"flexgen-helm verify forged": "tests/e2e/test_verify.py forges",
     r"flexgen-helm doctor pythia-1b": "a model of the hub",
     r"flexgen-helm convert": "weights in pickles; tests/checkpoint/test_convert.py",
-    r"helm-run -r mmlu": "MMLU's archive; tests/e2e/test_helm_run.py has scenarios without one",
+    r"helm-run -r mmlu": "names of YAML blocks, which nothing here writes; tests/e2e/test_helm_run.py has such names",
 }
 # A console script of a package.
 SCRIPT = """

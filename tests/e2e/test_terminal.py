@@ -72,7 +72,7 @@ def test_quickstart_on_the_fake_engine(tmp_path):
 
 def check_quickstart(output: str, folder: Path) -> None:
     suite = folder / "benchmark_output" / "runs" / "quickstart"
-    for text in ("paper-4bit against fp16", "flexgen_compare.html", "What next:"):
+    for text in ("paper-4bit against fp16", "flexgen_compare.html", "flexgen_report.html", "What next:"):
         assert text in output, output
     for page, other in (("report", "compare"), ("compare", "report")):
         assert f'href="flexgen_{other}.html"' in (suite / f"flexgen_{page}.html").read_text()
@@ -85,4 +85,4 @@ def test_quickstart(wheel_model, tmp_path):
     home.symlink_to(wheel_model.parent)
     (tmp_path / "models.yaml").write_text("")
     session = run(tmp_path, "quickstart", "-m", "2", "--precision", "fp16,paper-4bit")
-    check_quickstart(session.last, tmp_path)
+    check_quickstart("\n".join(shown for _, shown in session.frames), tmp_path)

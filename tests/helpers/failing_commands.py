@@ -55,7 +55,6 @@ REMEDIES = {
     EDQUOT: f"quota|{MOVES}",
     EFBIG: rf"ulimit -f|{MOVES}",
     EIO: f"dmesg|{MOVES}",
-    EROFS: f"Read-only file system|{MOVES}",
 }
 # What does not help against them.
 MISLEADING = re.compile(r"Traceback|\[Errno|unexpected|Timeout \(|fetch it again|make it again|install|unverified")

@@ -28,6 +28,7 @@ def test_a_call_that_fails_costs_no_result(suites, command):
     tried = {str(fault): failing.try_one(fault) for fault in faults}
     wrong = {fault: (said, outcome.output) for fault, (outcome, said) in tried.items() if said}
     assert not [fault for fault, (said, _) in wrong.items() if said != "not reached"], wrong
-    assert len(wrong) <= len(faults) // 2  # as other threads come first, and temporary files have other names
+    # Other threads come first, and temporary files have other names; of four faults two say little.
+    assert len(wrong) <= len(faults) // (5 if command == "run" else 2)
     if command == "run":
         assert sum(failing.calls.values()) > 400 and len(failing.calls) > 150
