@@ -242,4 +242,4 @@ def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatc
     assert cli.main(["profile", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)
-    assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
+    assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory; name another with --out\n"
